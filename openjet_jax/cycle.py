@@ -1,0 +1,217 @@
+"""One speculative cycle, the core of the engine, as a pure function of fixed shape.
+
+    verify   fold pending rows, run the trunk on [newest token, drafts], choose a token at every row
+    commit   accept the longest agreeing prefix, emit it and one token more; nothing is restored
+    draft    the MTP block catches up with the true hidden rows, and proposes the next drafts
+
+Every depth runs the same R padded rows, so a row's numbers do not depend on how many drafts there
+were: text is a function of prompt, seed and settings alone. How programs are compiled, what the
+host does between dispatches and where weights come from are not known here.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from openjet_jax.config import ROWS, ModelConfig
+from openjet_jax.draft import mtp_block, mtp_fill, mtp_logits
+from openjet_jax.model import logits, trunk_cycle
+from openjet_jax.sampling import SamplingKind, accept, adjust, choose, log_probabilities, observe
+from openjet_jax.state import CycleInfo, DecodeState, KVCache, Request
+from openjet_jax.weights import Weights
+
+
+def cycle(
+    weights: Weights,
+    state: DecodeState,
+    *,
+    config: ModelConfig,
+    kind: SamplingKind,
+    max_depth: int,
+) -> tuple[DecodeState, CycleInfo]:
+    """Returns the state after one cycle, and what the cycle emitted.
+
+    Args:
+      weights: the model.
+      state: a conversation with a newest token, `request.remaining` at least 1, not stopped.
+      config: the model's sizes.
+      kind: the sampling program, fixed when compiling.
+      max_depth: most drafts this program makes; the request's depth counts up to it.
+    """
+    start, row = state.length, jnp.arange(ROWS)
+    rows = jnp.concatenate([state.tokens[start][None], state.drafts])
+    with jax.named_scope("verify"):
+        hidden, recurrent, kv = trunk_cycle(
+            weights, config, rows, start, 1 + state.num_drafts, state.recurrent, state.kv
+        )
+        with jax.named_scope("head"):
+            raw = logits(weights, hidden)
+        with jax.named_scope("sample"):
+            sampling = state.request.sampling
+            adjusted = adjust(raw, sampling, state.drafts, kind, config.vocab_used)
+            chosen = choose(adjusted, start + 1 + row, sampling, kind)
+            logprobs = log_probabilities(raw, chosen, config.vocab_used)
+    with jax.named_scope("commit"):
+        accepted = accept(state.drafts, state.num_drafts, chosen)
+        num_tokens, stopped = _cut(chosen, accepted, state.request)
+        emitted = jnp.where(row < num_tokens, chosen, 0)
+        info = CycleInfo(
+            tokens=emitted,
+            logprobs=jnp.where(row < num_tokens, logprobs, 0.0),
+            num_tokens=num_tokens,
+            drafted=state.num_drafts,
+            accepted=accepted,
+            stopped=stopped,
+        )
+        before = state.hidden
+        state = replace(
+            state,
+            tokens=_append(state.tokens, start + 1, emitted, num_tokens),
+            length=start + num_tokens,
+            kv=kv,
+            recurrent=replace(recurrent, start=num_tokens, num_pending=num_tokens),
+            hidden=hidden[num_tokens - 1],
+            request=replace(
+                state.request,
+                sampling=observe(sampling, emitted, num_tokens),
+                remaining=state.request.remaining - num_tokens,
+            ),
+            stopped=stopped,
+        )
+    if state.mtp_kv is None:
+        return state, info
+    with jax.named_scope("draft"):
+        true_hidden = jnp.concatenate([before[None], hidden[:-1]])
+        caught_up = jnp.concatenate([rows[:1], emitted[:-1]])
+        if max_depth == 0:
+            live = row < num_tokens
+            mtp_kv = mtp_fill(caught_up, true_hidden, start, live, state.mtp_kv, weights, config)
+            return replace(state, mtp_kv=mtp_kv, num_drafts=jnp.int32(0)), info
+        depth = _next_depth(state.request, info, max_depth)
+        state = _draft(weights, state, caught_up, true_hidden, num_tokens, depth, config, kind)
+    return state, info
+
+
+def _cut(
+    chosen: Int[Array, " rows"], accepted: Int[Array, ""], request: Request
+) -> tuple[Int[Array, ""], Bool[Array, ""]]:
+    """Returns how many chosen tokens are emitted, and whether the last of them is a stop id."""
+    stops = jnp.any(chosen[:, None] == request.stop_ids[None, :], -1)
+    first_stop = jnp.argmax(jnp.append(stops, True))
+    num_tokens = jnp.minimum(jnp.minimum(accepted, first_stop) + 1, request.remaining)
+    return num_tokens.astype(jnp.int32), stops[num_tokens - 1]
+
+
+def _append(
+    tokens: Int[Array, " capacity"], at: Int[Array, ""], new: Int[Array, " rows"], count
+) -> Int[Array, " capacity"]:
+    """Returns the token ids with `count` new ones from position `at` on."""
+    row = jnp.arange(new.shape[0])
+    return tokens.at[jnp.where(row < count, at + row, tokens.shape[0])].set(new, mode="drop")
+
+
+def _next_depth(request: Request, info: CycleInfo, max_depth: int) -> Int[Array, ""]:
+    """Returns how many drafts to make: none after the end, fewer after a rejection if asked."""
+    rejected = info.accepted < info.drafted
+    depth = jnp.where(
+        rejected, jnp.minimum(request.depth, request.depth_after_rejection), request.depth
+    )
+    ended = info.stopped | (request.remaining == 0)
+    return jnp.where(ended, 0, jnp.minimum(depth, max_depth))
+
+
+def _draft(
+    weights: Weights,
+    state: DecodeState,
+    tokens: Int[Array, " rows"],
+    hidden: Float[Array, "rows hidden"],
+    num_tokens: Int[Array, ""],
+    depth: Int[Array, ""],
+    config: ModelConfig,
+    kind: SamplingKind,
+) -> DecodeState:
+    """Returns the state with the MTP cache caught up and `depth` new drafts.
+
+    The rows that catch up and the newest token's own row go through the block together; later
+    drafts take one pass each, fed with the block's own output.
+
+    Args:
+      weights: the model.
+      state: the committed state.
+      tokens: the cycle's first token, then the emitted ones: row `num_tokens` is the newest.
+      hidden: trunk output of the position before each row.
+      num_tokens: emitted tokens.
+      depth: drafts to make.
+      config: the model's sizes.
+      kind: the sampling program.
+    """
+    assert state.mtp_kv is not None
+    row, sampling = jnp.arange(ROWS), state.request.sampling
+    first = state.length - num_tokens
+    live = row < num_tokens + (depth > 0)
+    out, mtp_kv = mtp_block(tokens, hidden, first, live, state.mtp_kv, weights, config)
+
+    def propose(i, hidden, drafts) -> Int[Array, " drafts"]:
+        with jax.named_scope("draft_head"):
+            raw = mtp_logits(weights, hidden[None])
+        prefix = jnp.where(jnp.arange(ROWS - 1) < i, drafts, -1)
+        adjusted = adjust(raw, sampling, prefix, kind, config.vocab_used)
+        token = choose(adjusted, (state.length + 1 + i)[None], sampling, kind)
+        return lax.dynamic_update_slice(drafts, token, (i,))
+
+    def step(i, carry: tuple[Array, Array, KVCache]):
+        hidden, drafts, kv = carry
+        padded = jnp.where(row[:, None] == 0, hidden, 0.0)
+        token = jnp.where(row == 0, drafts[i - 1], 0)
+        out, kv = mtp_block(token, padded, state.length + i, row == 0, kv, weights, config)
+        return out[0], propose(i, out[0], drafts), kv
+
+    hidden = out[num_tokens]
+    drafts = propose(jnp.int32(0), hidden, jnp.zeros(ROWS - 1, jnp.int32))
+    _, drafts, mtp_kv = lax.fori_loop(1, depth, step, (hidden, drafts, mtp_kv))
+    return replace(state, mtp_kv=mtp_kv, drafts=drafts, num_drafts=depth)
+
+
+def cycles(
+    weights: Weights,
+    state: DecodeState,
+    count: Int[Array, ""],
+    *,
+    config: ModelConfig,
+    kind: SamplingKind,
+    max_depth: int,
+    most: int,
+) -> tuple[DecodeState, CycleInfo, Int[Array, ""]]:
+    """Returns the state after up to `count` cycles, their infos in order, and how many ran.
+
+    The device stops by itself at a stop id or when no token remains to be emitted.
+
+    Args:
+      weights: the model.
+      state: as for `cycle`.
+      count: cycles to run, at most `most`.
+      config: the model's sizes.
+      kind: the sampling program.
+      max_depth: most drafts a cycle makes.
+      most: leading size of the returned infos.
+    """
+    specs = jax.eval_shape(
+        lambda w, s: cycle(w, s, config=config, kind=kind, max_depth=max_depth), weights, state
+    )
+    infos = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), specs[1])
+
+    def going(carry):
+        i, state, _ = carry
+        return (i < count) & ~state.stopped & (state.request.remaining > 0)
+
+    def body(carry):
+        i, state, infos = carry
+        state, info = cycle(weights, state, config=config, kind=kind, max_depth=max_depth)
+        infos = jax.tree.map(lambda a, x: lax.dynamic_update_index_in_dim(a, x, i, 0), infos, info)
+        return i + 1, state, infos
+
+    ran, state, infos = lax.while_loop(going, body, (jnp.int32(0), state, infos))
+    return state, infos, ran

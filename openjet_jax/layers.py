@@ -1,0 +1,140 @@
+"""The pieces of a layer as pure functions over arrays: norms, rotation, feed-forward, gates.
+
+Everything is float32. Norm weights come from the file ready to multiply (no 1 is added).
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from openjet_jax.config import ModelConfig
+from openjet_jax.weights import AttentionWeights, DeltaNetWeights, FeedForwardWeights, project
+from pallas_kernels.delta_rule import Rows
+
+
+def rms_norm(
+    x: Float[Array, "*rows width"], weight: Float[Array, " width"], eps: float
+) -> Float[Array, "*rows width"]:
+    """Returns `x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang, Sennrich 2019)."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * weight
+
+
+def l2_norm(x: Float[Array, "*rows width"], eps: float) -> Float[Array, "*rows width"]:
+    """Returns `x / sqrt(sum(x^2) + eps)` over the last axis."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + eps)
+
+
+def rotate(
+    x: Float[Array, "rows heads width"], positions: Int[Array, " rows"], config: ModelConfig
+) -> Float[Array, "rows heads width"]:
+    """Returns x with its first `rotary` dimensions turned by position (RoPE, half-split pairs).
+
+    Pair i is dimensions (i, i + rotary/2), turned by `position * theta^(-2i/rotary)` (Su et al.,
+    2021); the angle is formed in float32. The other dimensions pass unchanged.
+    """
+    half = config.rotary // 2
+    frequencies = jnp.asarray(
+        [config.rope_theta ** (-2 * i / config.rotary) for i in range(half)], jnp.float32
+    )
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin, rest], -1)
+
+
+def feed_forward(
+    x: Float[Array, "rows hidden"], weights: FeedForwardWeights, layer, eps: float
+) -> Float[Array, "rows hidden"]:
+    """Returns `down(silu(gate h) * up h)` with `h = rms_norm(x)` (Shazeer 2020, SwiGLU)."""
+    h = rms_norm(x, weights.norm[layer], eps)
+    hidden = jax.nn.silu(project(h, weights.gate, layer)) * project(h, weights.up, layer)
+    return project(hidden, weights.down, layer)
+
+
+def attention_inputs(
+    h: Float[Array, "rows hidden"],
+    weights: AttentionWeights,
+    layer,
+    positions: Int[Array, " rows"],
+    config: ModelConfig,
+) -> tuple[Array, Array, Array, Array]:
+    """Returns queries, output gates [rows, heads, width] and keys, values [rows, kv_heads, width].
+
+    Queries and keys are normalised per head and rotated. The rows of W_q are interleaved per head:
+    the head's query, then its gate.
+    """
+    rows, width = h.shape[0], config.head_width
+    both = project(h, weights.q, layer).reshape(rows, config.heads, 2 * width)
+    q = rms_norm(both[..., :width], weights.q_norm[layer], config.eps)
+    k, v = keys_and_values(h, weights, layer, positions, config)
+    return rotate(q, positions, config), both[..., width:], k, v
+
+
+def keys_and_values(
+    h: Float[Array, "rows hidden"],
+    weights: AttentionWeights,
+    layer,
+    positions: Int[Array, " rows"],
+    config: ModelConfig,
+) -> tuple[Float[Array, "rows kv_heads width"], Float[Array, "rows kv_heads width"]]:
+    """Returns normalised and rotated keys, and values: what a cache stores."""
+    shape = (h.shape[0], config.kv_heads, config.head_width)
+    k = rms_norm(project(h, weights.k, layer).reshape(shape), weights.k_norm[layer], config.eps)
+    return rotate(k, positions, config), project(h, weights.v, layer).reshape(shape)
+
+
+def attention_output(
+    attended: Float[Array, "rows heads width"],
+    gate: Float[Array, "rows heads width"],
+    weights: AttentionWeights,
+    layer,
+) -> Float[Array, "rows hidden"]:
+    """Returns the output projection of the sigmoid-gated heads."""
+    gated = attended * jax.nn.sigmoid(gate)
+    return project(gated.reshape(gated.shape[0], -1), weights.out, layer)
+
+
+def deltanet_inputs(
+    h: Float[Array, "rows hidden"],
+    history: Float[Array, "history channels"],
+    weights: DeltaNetWeights,
+    layer,
+    config: ModelConfig,
+) -> tuple[Rows, Float[Array, "history_rows channels"]]:
+    """Returns the delta rule's rows, and the window: history and the rows before the convolution.
+
+    Causal depthwise convolution and SiLU over all channels, unit-length queries and keys per head,
+    `beta = sigmoid(b)`, `g = decay * softplus(a + dt_bias)` (Yang et al. 2024, as in Qwen3-Next).
+    """
+    u = project(h, weights.qkv, layer)
+    window = jnp.concatenate([history, u])
+    taps = weights.conv[layer]
+    mixed = sum(taps[:, j] * window[j : j + u.shape[0]] for j in range(config.conv_taps))
+    mixed = jax.nn.silu(mixed)
+    keys, width = config.key_heads * config.gdn_width, config.gdn_width
+    q, k, v = (
+        part.reshape(u.shape[0], -1, width) for part in jnp.split(mixed, [keys, 2 * keys], -1)
+    )
+    a = project(h, weights.alpha, layer)
+    b = project(h, weights.beta, layer)
+    rows = Rows(
+        q=l2_norm(q, config.eps) * jnp.float32(width**-0.5),
+        k=l2_norm(k, config.eps),
+        v=v,
+        g=weights.decay[layer] * jax.nn.softplus(a + weights.dt_bias[layer]),
+        beta=jax.nn.sigmoid(b),
+    )
+    return rows, window
+
+
+def deltanet_output(
+    out: Float[Array, "rows value_heads width"],
+    h: Float[Array, "rows hidden"],
+    weights: DeltaNetWeights,
+    layer,
+    eps: float,
+) -> Float[Array, "rows hidden"]:
+    """Returns the output projection of `rms_norm(out) * silu(z)`, z the layer's gate."""
+    z = project(h, weights.gate, layer).reshape(out.shape)
+    gated = rms_norm(out, weights.gate_norm[layer], eps) * jax.nn.silu(z)
+    return project(gated.reshape(out.shape[0], -1), weights.out, layer)
