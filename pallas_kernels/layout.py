@@ -1,0 +1,124 @@
+"""What packed formats share: fields of a few bits inside bytes, and checks of parts and sizes.
+
+A field plane is written in chunks of `lanes` bytes. Byte j of a chunk holds, from its low bits up,
+the weights j, j + lanes, j + 2 lanes, ... of the run of `lanes * 8 / width` weights that the chunk
+covers, so one shift and one mask of a whole chunk give `lanes` consecutive weights.
+Codes wider than four bits are split into a nibble plane, "codes", and the bits above it, "high".
+"""
+
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.packed import Parts
+
+_WIDTHS = {2: {"codes": 2}, 4: {"codes": 4}, 5: {"codes": 4, "high": 1}, 6: {"codes": 4, "high": 2}}
+
+
+def check_k(name: str, k: int, multiple: int) -> None:
+    """Raises ValueError unless k is a positive multiple of the weights a format handles at once."""
+    if k <= 0 or k % multiple:
+        raise ValueError(
+            f"{k=} must be a positive multiple of {multiple} for packed format {name!r}; "
+            "store this matrix in a format with shorter groups, or dense (f16, bf16, f32)"
+        )
+
+
+def check_parts(name: str, parts: Parts, groups: Mapping[str, tuple[int, np.dtype]]) -> int:
+    """Returns k, having checked names, dtypes and shapes of a format's parts.
+
+    Args:
+      name: the format, for messages.
+      parts: arrays [rows, k / group].
+      groups: for each part, weights an element covers and its dtype; the first part covers one.
+
+    Raises:
+      ValueError: a part is missing, unknown, or of another dtype or shape.
+    """
+    if parts.keys() != groups.keys():
+        raise ValueError(f"packed format {name!r} is made of {list(groups)}, not {list(parts)}")
+    rows, k = parts[next(iter(groups))].shape
+    for part, (group, dtype) in groups.items():
+        array, shape = parts[part], (rows, k // group)
+        if array.shape != shape or array.dtype != dtype:
+            raise ValueError(
+                f"part {part!r} of packed format {name!r} must be {np.dtype(dtype)}{list(shape)}, "
+                f"not {array.dtype}{list(array.shape)}"
+            )
+    return k
+
+
+def pack_fields(fields: np.ndarray, width: int, lanes: int) -> np.ndarray:
+    """Returns uint8 [n, m * width / 8] of fields [n, m], each below 2**width."""
+    # Whole words are shifted: a field never leaves its byte, so bytes do not disturb each other.
+    word = np.dtype(f"u{math.gcd(lanes, 8)}")
+    run = fields.reshape(len(fields), -1, 8 // width, lanes).view(word)
+    plane = run[:, :, 0].copy()
+    for i in range(1, 8 // width):
+        plane |= run[:, :, i] << word.type(width * i)
+    return plane.view(np.uint8).reshape(len(fields), -1)
+
+
+def unpack_fields(plane: np.ndarray, width: int, lanes: int) -> np.ndarray:
+    """Returns the uint8 fields [n, m * 8 / width] of a plane [n, m] (NumPy, not JAX)."""
+    word = np.dtype(f"u{math.gcd(lanes, 8)}")
+    mask = word.type(int.from_bytes(bytes([2**width - 1] * word.itemsize)))
+    words = np.ascontiguousarray(plane).view(word).reshape(len(plane), -1, lanes // word.itemsize)
+    fields = np.empty((len(plane), words.shape[1], 8 // width, words.shape[2]), word)
+    for i in range(8 // width):
+        fields[:, :, i] = (words >> word.type(width * i)) & mask
+    return fields.view(np.uint8).reshape(len(plane), -1)
+
+
+def code_specs(rows: int, k: int, bits: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the planes that hold codes [rows, k] of `bits` bits."""
+    return {
+        plane: jax.ShapeDtypeStruct((rows, k * width // 8), np.uint8)
+        for plane, width in _WIDTHS[bits].items()
+    }
+
+
+def pack_codes(codes: np.ndarray, bits: int, lanes: int) -> dict[str, np.ndarray]:
+    """Returns the planes of uint8 codes [rows, k].
+
+    Raises:
+      ValueError: a code does not fit its bits.
+    """
+    if codes.size and (largest := int(codes.max())) >= 2**bits:
+        raise ValueError(f"code {largest} does not fit {bits=}; codes must be below {2**bits}")
+    planes, rest = {}, codes
+    for plane, width in _WIDTHS[bits].items():
+        planes[plane] = pack_fields(rest & (2**width - 1), width, lanes)
+        rest = rest >> width
+    return planes
+
+
+def unpack_codes(planes: Mapping[str, jax.Array], bits: int, lanes: int) -> jax.Array:
+    """Returns the int32 codes [..., k] of the planes that `pack_codes` wrote (JAX)."""
+    codes, below = None, 0
+    for plane, width in _WIDTHS[bits].items():
+        *leading, size = planes[plane].shape
+        chunks = planes[plane].reshape(*leading, size // lanes, 1, lanes).astype(jnp.int32)
+        shifts = jax.lax.broadcasted_iota(
+            jnp.int32, (*(1,) * len(leading), 1, 8 // width, 1), chunks.ndim - 2
+        )
+        fields = (chunks >> (shifts * width)) & (2**width - 1)
+        fields = fields.reshape(*leading, size * 8 // width)
+        codes = fields if codes is None else codes | (fields << below)
+        below += width
+    assert codes is not None
+    return codes
+
+
+def scale_groups(values: jax.Array, scales: jax.Array) -> jax.Array:
+    """Returns float32 [..., k]: values times the scales [..., k / group] of their groups."""
+    grouped = values.reshape(*scales.shape, values.shape[-1] // scales.shape[-1])
+    return (grouped * scales[..., None]).reshape(values.shape)
+
+
+def spread(values: jax.Array, groups: int) -> jax.Array:
+    """Returns float32 [..., groups]: each value of a longer block repeated for its groups."""
+    return jnp.repeat(values.astype(jnp.float32), groups // values.shape[-1], axis=-1)
