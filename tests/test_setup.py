@@ -1,4 +1,4 @@
-"""`.ci/setup.sh --find`: which Python a fresh machine gets, and what it says where there is none."""
+"""`.ci/setup.sh --find`: which Python a fresh machine gets, and what it says without one."""
 
 import os
 import pathlib
