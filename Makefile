@@ -1,0 +1,28 @@
+# `make demo` and `make test` set everything up by themselves, in .venv.
+# PYTHON=/path/to/python picks the interpreter; CUDA=cuda13 the CUDA of test-gpu.
+
+RUN := .venv/bin/python
+CUDA ?= cuda12
+PROMPT ?= def fibonacci(n):
+
+.PHONY: demo test lint test-gpu setup
+
+demo: setup  ## generate text with the bundled model
+	@.venv/bin/openjet-jax generate tiny --prompt '$(PROMPT)' --max-new-tokens 96
+
+test: setup  ## lint, then every test that needs no GPU
+	@status=0; \
+	$(MAKE) --no-print-directory lint || status=1; \
+	$(RUN) -m pytest -n 2 || status=1; \
+	exit $$status
+
+lint: setup  ## ruff and pyright
+	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check . && $(RUN) -m pyright --pythonpath $(RUN)
+
+test-gpu:  ## the tests that need an NVIDIA GPU
+	@command -v nvidia-smi >/dev/null || { echo "no nvidia-smi here: test-gpu needs an NVIDIA GPU" >&2; exit 1; }
+	@.ci/setup.sh $(CUDA)
+	@$(RUN) -m pytest -m gpu
+
+setup:
+	@.ci/setup.sh
