@@ -57,10 +57,14 @@ class GGUFError(ValueError):
     """A file that cannot be used; the message names it, the cause, the value and the limit."""
 
 
-def quoted(value: object) -> str:
-    """Returns `repr(value)`, cut so that a file cannot flood a message."""
-    text = repr(value)
-    return text if len(text) <= LONGEST_QUOTE else f"{text[: LONGEST_QUOTE - 3]}..."
+def quoted(value: Value) -> str:
+    """Returns the value for a message, cut so that a file cannot flood it."""
+    if isinstance(value, list | np.ndarray):
+        kind = "strings" if isinstance(value, list) else value.dtype.name
+        return f"[array of {len(value)} {kind}]"
+    if isinstance(value, str) and len(value) > LONGEST_QUOTE:
+        value = value[:LONGEST_QUOTE] + "..."
+    return repr(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -71,6 +71,11 @@ def read_blocks(keys: Keys) -> Blocks:
         raise keys.error("block_count", f"={count}, but there is an unexpected block, blk.{last}")
     if (gap := next((i for i in range(trunk) if i not in present), None)) is not None:
         raise keys.error("block_count", f"={count}, but blk.{gap} is missing altogether")
+    if declared and not nextn and trunk in present:
+        raise keys.error(
+            "nextn_predict_layers",
+            f"=1, but blk.{trunk} holds no nextn tensors: it may be a layer or half an MTP block",
+        )
     if trunk == count:
         return Blocks(count=count, trunk=trunk)
     missing = missing_mtp_tensors(tensors, trunk)

@@ -165,7 +165,9 @@ def _read_rotary(keys: Keys, head_width: int) -> int:
         raise keys.error("rope.dimension_sections", " is missing")
     if not 3 <= sections.size <= 4 or (sections < 0).any():
         raise keys.error(
-            "rope.dimension_sections", f"={quoted(sections.tolist())} must be 3 or 4 counts"
+            "rope.dimension_sections",
+            f" has {sections.size} entries, the least {sections.min(initial=0)};"
+            " it must be 3 or 4 counts",
         )
     pairs = np.arange(rotary // 2)
     turned = pairs < 3 * sections[:3].astype(np.int64)[pairs % 3]
