@@ -57,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--mtp", action="store_true", help="also the MTP block's logits")
 
     sub = command("tokenize", _tokenize, "print the token ids of a file's text")
-    sub.add_argument("model", help="a checkpoint, a .gguf file (vocabulary only will do), or `tiny`")
+    sub.add_argument(
+        "model", help="a checkpoint, a .gguf file (vocabulary only will do), or `tiny`"
+    )
     sub.add_argument("--file", type=Path, required=True, help="UTF-8 text")
     sub.add_argument("--special", action="store_true", help="read control tokens from the text")
     sub.add_argument("--json", action="store_true", help="print a JSON list")

@@ -25,10 +25,12 @@ from jax.experimental import serialize_executable
 from openjet_jax.config import DecodeConfig, ModelConfig
 from openjet_jax.cycle import cycles
 from openjet_jax.draft import mtp_chunk
+from openjet_jax.draft_vocabulary import empty_slots
 from openjet_jax.model import logits
 from openjet_jax.prefill import prefill
 from openjet_jax.settings import SamplingKind
-from openjet_jax.state import CycleInfo, initial_state
+from openjet_jax.state import CycleInfo, DecodeState, initial_state
+from openjet_jax.weights import Weights
 
 type Executable = Callable[..., object]
 
@@ -134,6 +136,10 @@ class CompileEvent:
     compiled: bool
 
 
+def _start(config: ModelConfig, decode: DecodeConfig, weight_specs: Weights) -> DecodeState:
+    return initial_state(config, decode, empty_slots(weight_specs))
+
+
 class Programs:
     """The compiled programs of one model at one set of shapes.
 
@@ -145,7 +151,7 @@ class Programs:
         self,
         config: ModelConfig,
         decode: DecodeConfig,
-        weights: object,
+        weights: Weights,
         store: ProgramStore | None = None,
     ):
         """Takes shapes only: `weights` may be arrays or ShapeDtypeStructs.
@@ -158,7 +164,8 @@ class Programs:
         """
         self.config, self.decode = config, decode
         self.weight_specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
-        self.state_specs = jax.eval_shape(lambda: initial_state(config, decode))
+        self._start = functools.partial(_start, config, decode, self.weight_specs)
+        self.state_specs = jax.eval_shape(self._start)
         self.store = ProgramStore(cache_directory() / "programs") if store is None else store
         self.events: list[CompileEvent] = []
         self._ready: dict[str, Executable] = {}
@@ -170,8 +177,7 @@ class Programs:
 
     def start(self) -> Executable:
         """Returns the program `() -> state` of an empty conversation."""
-        start = functools.partial(initial_state, self.config, self.decode)
-        return self._get("start", start, (), self.state_specs)
+        return self._get("start", self._start, (), self.state_specs)
 
     def prefill(self, rows: int) -> Executable:
         """Returns the program `(weights, state, tokens[rows + 1], count) -> (state, hidden)`."""
@@ -199,7 +205,13 @@ class Programs:
         args = (self.weight_specs, self.state_specs, count)
         info = CycleInfo(*(0 for _ in dataclasses.fields(CycleInfo)))
         out = (self.state_specs, info, 0)
-        return self._get(f"cycles_{kind.method}{"_adjusted" * kind.adjusted}_depth{max_depth}", run, args, out, donate=1)
+        return self._get(
+            f"cycles_{kind.method}{'_adjusted' * kind.adjusted}_depth{max_depth}",
+            run,
+            args,
+            out,
+            donate=1,
+        )
 
     def logits(self, rows: int) -> Executable:
         """Returns the program `(weights, hidden[rows]) -> logits[rows, vocab]`."""

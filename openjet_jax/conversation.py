@@ -149,7 +149,7 @@ class Conversation:
         Raises:
           ValueError: nothing was read yet, or a limit is exceeded.
         """
-        config, most = self.programs.config, self.decode.cycles_per_dispatch
+        most = self.decode.cycles_per_dispatch
         count = most if cycles_per_dispatch is None else cycles_per_dispatch
         if not 1 <= count <= most:
             raise ValueError(f"cycles_per_dispatch={count} must be in 1..{most}")

@@ -17,7 +17,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from openjet_jax.config import ROWS, ModelConfig
-from openjet_jax.draft import mtp_block, mtp_fill, mtp_logits
+from openjet_jax.draft import mtp_block, mtp_fill
+from openjet_jax.draft_vocabulary import draft_logits, hold
 from openjet_jax.model import logits, trunk_cycle
 from openjet_jax.sampling import accept, adjust, choose, log_probabilities, observe
 from openjet_jax.settings import SamplingKind
@@ -81,6 +82,7 @@ def cycle(
                 sampling=observe(sampling, emitted, num_tokens),
                 remaining=state.request.remaining - num_tokens,
             ),
+            slots=hold(state.slots, weights, emitted, num_tokens),
             stopped=stopped,
         )
     if state.mtp_kv is None:
@@ -158,10 +160,10 @@ def _draft(
 
     def propose(i, hidden, drafts) -> Int[Array, " drafts"]:
         with jax.named_scope("draft_head"):
-            raw = mtp_logits(weights, hidden[None])
+            raw, ids = draft_logits(weights, state.slots, hidden[None])
         used = config.vocab_used
-        adjusted = adjust(raw, sampling, kind, drafts, i[None], vocab_used=used)
-        token = choose(adjusted, (state.length + 1 + i)[None], sampling, kind.draft)
+        adjusted = adjust(raw, sampling, kind, drafts, i[None], vocab_used=used, ids=ids)
+        token = choose(adjusted, (state.length + 1 + i)[None], sampling, kind.draft, ids)
         return lax.dynamic_update_slice(drafts, token, (i,))
 
     def step(i, carry: tuple[Array, Array, KVCache]):

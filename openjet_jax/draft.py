@@ -99,8 +99,6 @@ def mtp_logits(weights: Weights, hidden: Float[Array, "rows hidden"]) -> Float[A
     return project(hidden, weights.head if weights.mtp.head is None else weights.mtp.head)
 
 
-
-
 def mtp_chunk(
     weights: Weights,
     kv: KVCache,

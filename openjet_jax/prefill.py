@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from openjet_jax.config import ModelConfig
 from openjet_jax.draft import mtp_fill
+from openjet_jax.draft_vocabulary import hold
 from openjet_jax.model import trunk_chunk
 from openjet_jax.state import DecodeState
 from openjet_jax.weights import Weights
@@ -58,6 +59,7 @@ def prefill(
         recurrent=recurrent,
         hidden=jnp.where(count > 0, hidden[count - 1], state.hidden),
         num_drafts=jnp.int32(0),
+        slots=hold(state.slots, weights, tokens, count + 1),
         stopped=jnp.bool_(False),
     )
     return state, hidden

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from openjet_jax.config import MAX_STOP_IDS, ROWS, DecodeConfig, ModelConfig
+from openjet_jax.draft_vocabulary import DraftSlots
 from openjet_jax.sampling import SamplingState, initial_sampling_state
 from openjet_jax.settings import Sampling
 from pallas_kernels.attention import BLOCK
@@ -82,6 +83,7 @@ class DecodeState(eqx.Module):
       hidden: trunk output (after the final norm) of position `length - 1`.
       drafts: proposals for the positions after the newest token.
       num_drafts: how many of them count.
+      slots: tokens of the sequence that the draft vocabulary lacks; None with the full one.
       request: the current request.
       stopped: whether the newest token ended generation.
     """
@@ -94,6 +96,7 @@ class DecodeState(eqx.Module):
     hidden: Float[Array, " hidden"]
     drafts: Int[Array, " drafts"]
     num_drafts: Int[Array, ""]
+    slots: DraftSlots | None
     request: Request
     stopped: Bool[Array, ""]
 
@@ -123,12 +126,15 @@ def capacity_for(context: int) -> int:
     return -(-(context + ROWS) // BLOCK) * BLOCK
 
 
-def initial_state(config: ModelConfig, decode: DecodeConfig) -> DecodeState:
+def initial_state(
+    config: ModelConfig, decode: DecodeConfig, slots: DraftSlots | None = None
+) -> DecodeState:
     """Returns the state of an empty conversation.
 
     Args:
       config: the model.
       decode: context and cache format.
+      slots: `empty_slots` of the weights.
     """
     capacity = capacity_for(decode.context)
     zero = jnp.int32(0)
@@ -175,6 +181,7 @@ def initial_state(config: ModelConfig, decode: DecodeConfig) -> DecodeState:
         hidden=jnp.zeros(config.hidden),
         drafts=jnp.zeros(ROWS - 1, jnp.int32),
         num_drafts=zero,
+        slots=slots,
         request=request,
         stopped=jnp.bool_(False),
     )

@@ -1,4 +1,4 @@
-"""The weights of a model as one pytree of packed, stacked arrays, and `project`, which applies them.
+"""A model's weights as one pytree of packed, stacked arrays, and `project`, which applies them.
 
 A `Packed` holds one projection of every layer that has it, stacked by format: real files mix
 formats over layers, and which layer has which is a static table. The layer index is an operand, so
@@ -8,7 +8,7 @@ a layer loop is one program however deep the model. Nothing here knows where wei
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.packed import Planes
@@ -48,11 +48,18 @@ class Packed(eqx.Module):
         branches = [lambda slot, i=i: unpack(i, slot) for i in range(len(self.stacks))]
         return jax.lax.switch(stack, branches, slot)
 
+    def row_planes(self, ids: Int[Array, " n"], layer: int = 0) -> Planes:
+        """Returns the packed planes of some rows of one layer's matrix, [n, per row] each."""
+        index, slot = self.table[layer]
+        return {name: plane[slot, ids] for name, plane in self.stacks[index].items()}
+
+    def unpack(self, planes: Planes, layer: int = 0) -> Float[Array, "n k"]:
+        """Returns the float32 values of planes that are in the format of one layer."""
+        return FORMATS[self.formats[self.table[layer][0]]].unpack(planes)
+
     def rows(self, ids: Int[Array, " n"], layer: int = 0) -> Float[Array, "n k"]:
         """Returns the float32 values of some rows of one layer's matrix (an embedding look-up)."""
-        index, slot = self.table[layer]
-        planes = {name: plane[slot, ids] for name, plane in self.stacks[index].items()}
-        return FORMATS[self.formats[index]].unpack(planes)
+        return self.unpack(self.row_planes(ids, layer), layer)
 
 
 def project(
@@ -104,10 +111,25 @@ class DeltaNetWeights(eqx.Module):
     out: Packed
 
 
+class DraftHead(eqx.Module):
+    """A head over part of the vocabulary, for drafts alone.
+
+    Attributes:
+      head: packed rows, one layer; a copy in the head's format or in a smaller one.
+      ids: token id of each row.
+      member: whether a token id has a row here.
+    """
+
+    head: Packed
+    ids: Int[Array, " rows"]
+    member: Bool[Array, " vocab"]
+
+
 class MtpWeights(eqx.Module):
     """The block that predicts the token after next; every stack in it has one layer.
 
-    `embedding` and `head` are None where the block shares the trunk's.
+    `embedding` and `head` are None where the block shares the trunk's; `draft` is None where
+    drafts are made over the full vocabulary.
     """
 
     embed_norm: Float[Array, " hidden"]
@@ -118,6 +140,7 @@ class MtpWeights(eqx.Module):
     head_norm: Float[Array, " hidden"]
     embedding: Packed | None
     head: Packed | None
+    draft: DraftHead | None = None
 
 
 class Weights(eqx.Module):

@@ -134,9 +134,7 @@ def delta_rule_chunked(
     if total % CHUNK:
         raise ValueError(f"{total=} rows must be a multiple of {CHUNK=}; pad the rows")
     live = jnp.arange(total) < num_rows
-    rows = jax.tree.map(
-        lambda x: jnp.where(live.reshape(-1, *(1,) * (x.ndim - 1)), x, 0.0), rows
-    )
+    rows = jax.tree.map(lambda x: jnp.where(live.reshape(-1, *(1,) * (x.ndim - 1)), x, 0.0), rows)
 
     def chunked(x):
         return jnp.moveaxis(x.reshape(total // CHUNK, CHUNK, *x.shape[1:]), 2, 1)
