@@ -8,7 +8,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Literal, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 CANDIDATES = 64
 """Largest top-k that is found without a search over the whole vocabulary."""
@@ -137,12 +137,15 @@ def _number(name: str, value: object) -> float:
     return float(value)
 
 
-def _bias_pairs(bias: object) -> tuple[tuple[int, float], ...]:
+def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     """Returns sorted (token id, bias) pairs of a mapping or of pairs, each of them checked."""
-    pairs = dict(bias)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    if len(pairs) != len(bias):  # pyright: ignore[reportArgumentType]
-        raise ValueError(f"logit_bias={bias} names a token twice; give each token one bias")
-    for token, value in pairs.items():
+    try:
+        pairs = [(t, v) for t, v in (bias.items() if isinstance(bias, Mapping) else bias)]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"logit_bias={bias!r} must map token ids to numbers, or be pairs of them"
+        ) from None
+    for token, value in pairs:
         if not _is_integer(token) or token < 0:
             raise ValueError(f"logit_bias: token {token!r} must be an id, an integer from 0")
         banned = isinstance(value, float) and value == -math.inf
@@ -150,4 +153,6 @@ def _bias_pairs(bias: object) -> tuple[tuple[int, float], ...]:
             raise ValueError(
                 f"logit_bias[{token}]={value} must be in -1000..1000; use -inf to ban a token"
             )
-    return tuple(sorted((int(token), float(value)) for token, value in pairs.items()))
+    if len({token for token, _ in pairs}) < len(pairs):
+        raise ValueError(f"logit_bias={bias} names a token twice; give each token one bias")
+    return tuple(sorted((int(token), float(value)) for token, value in pairs))
