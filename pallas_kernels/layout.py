@@ -6,7 +6,6 @@ covers, so one shift and one mask of a whole chunk give `lanes` consecutive weig
 Codes wider than four bits are split into a nibble plane, "codes", and the bits above it, "high".
 """
 
-import math
 from collections.abc import Mapping
 
 import jax
@@ -53,24 +52,36 @@ def check_parts(name: str, parts: Parts, groups: Mapping[str, tuple[int, np.dtyp
 
 def pack_fields(fields: np.ndarray, width: int, lanes: int) -> np.ndarray:
     """Returns uint8 [n, m * width / 8] of fields [n, m], each below 2**width."""
-    # Whole words are shifted: a field never leaves its byte, so bytes do not disturb each other.
-    word = np.dtype(f"u{math.gcd(lanes, 8)}")
-    run = fields.reshape(len(fields), -1, 8 // width, lanes).view(word)
-    plane = run[:, :, 0].copy()
-    for i in range(1, 8 // width):
-        plane |= run[:, :, i] << word.type(width * i)
+    # Chunks move as one element each, and bits shift in whole words: NumPy is slow on short axes.
+    per_byte, chunk = 8 // width, f"V{lanes}"
+    runs = fields.reshape(-1, lanes).view(chunk).reshape(-1, per_byte)
+    split = np.empty((per_byte, len(runs)), chunk)
+    split[:] = runs.T
+    words = _words(split)
+    plane = words[0]
+    for i in range(1, per_byte):
+        plane |= words[i] << words.dtype.type(width * i)
     return plane.view(np.uint8).reshape(len(fields), -1)
 
 
 def unpack_fields(plane: np.ndarray, width: int, lanes: int) -> np.ndarray:
     """Returns the uint8 fields [n, m * 8 / width] of a plane [n, m] (NumPy, not JAX)."""
-    word = np.dtype(f"u{math.gcd(lanes, 8)}")
-    mask = word.type(int.from_bytes(bytes([2**width - 1] * word.itemsize)))
-    words = np.ascontiguousarray(plane).view(word).reshape(len(plane), -1, lanes // word.itemsize)
-    fields = np.empty((len(plane), words.shape[1], 8 // width, words.shape[2]), word)
-    for i in range(8 // width):
-        fields[:, :, i] = (words >> word.type(width * i)) & mask
-    return fields.view(np.uint8).reshape(len(plane), -1)
+    per_byte, chunk = 8 // width, f"V{lanes}"
+    words = _words(np.ascontiguousarray(plane).reshape(1, -1))[0]
+    mask = words.dtype.type(int.from_bytes(bytes([2**width - 1] * words.itemsize)))
+    runs = np.empty((plane.size // lanes, per_byte), chunk)
+    for i in range(per_byte):
+        runs[:, i] = ((words >> words.dtype.type(width * i)) & mask).view(chunk)
+    return runs.view(np.uint8).reshape(len(plane), -1)
+
+
+def _words(rows: np.ndarray) -> np.ndarray:
+    """Returns bytes [n, m] as words of eight, or as they are where m is not a multiple of that.
+
+    Fields never leave their byte when shifted and masked, so the bytes of a word do not mix.
+    """
+    rows = rows.view(np.uint8)
+    return rows.view(np.uint64) if rows.shape[1] % 8 == 0 else rows
 
 
 def code_specs(rows: int, k: int, bits: int) -> dict[str, jax.ShapeDtypeStruct]:
