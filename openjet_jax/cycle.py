@@ -19,7 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from openjet_jax.config import ROWS, ModelConfig
 from openjet_jax.draft import mtp_block, mtp_fill, mtp_logits
 from openjet_jax.model import logits, trunk_cycle
-from openjet_jax.sampling import SamplingKind, accept, adjust, choose, log_probabilities, observe
+from openjet_jax.sampling import accept, adjust, choose, log_probabilities, observe
+from openjet_jax.settings import SamplingKind
 from openjet_jax.state import CycleInfo, DecodeState, KVCache, Request
 from openjet_jax.weights import Weights
 
@@ -51,9 +52,10 @@ def cycle(
             raw = logits(weights, hidden)
         with jax.named_scope("sample"):
             sampling = state.request.sampling
-            adjusted = adjust(raw, sampling, state.drafts, kind, config.vocab_used)
+            used = config.vocab_used
+            adjusted = adjust(raw, sampling, kind, state.drafts, row, vocab_used=used)
             chosen = choose(adjusted, start + 1 + row, sampling, kind)
-            logprobs = log_probabilities(raw, chosen, config.vocab_used)
+            logprobs = log_probabilities(raw, chosen, vocab_used=used)
     with jax.named_scope("commit"):
         accepted = accept(state.drafts, state.num_drafts, chosen)
         num_tokens, stopped = _cut(chosen, accepted, state.request)
@@ -157,9 +159,9 @@ def _draft(
     def propose(i, hidden, drafts) -> Int[Array, " drafts"]:
         with jax.named_scope("draft_head"):
             raw = mtp_logits(weights, hidden[None])
-        prefix = jnp.where(jnp.arange(ROWS - 1) < i, drafts, -1)
-        adjusted = adjust(raw, sampling, prefix, kind, config.vocab_used)
-        token = choose(adjusted, (state.length + 1 + i)[None], sampling, kind)
+        used = config.vocab_used
+        adjusted = adjust(raw, sampling, kind, drafts, i[None], vocab_used=used)
+        token = choose(adjusted, (state.length + 1 + i)[None], sampling, kind.draft)
         return lax.dynamic_update_slice(drafts, token, (i,))
 
     def step(i, carry: tuple[Array, Array, KVCache]):

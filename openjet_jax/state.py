@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from openjet_jax.config import MAX_STOP_IDS, ROWS, DecodeConfig, ModelConfig
 from openjet_jax.sampling import SamplingState, initial_sampling_state
+from openjet_jax.settings import Sampling
 from pallas_kernels.attention import BLOCK
 from pallas_kernels.delta_rule import Rows
 
@@ -156,7 +157,10 @@ def initial_state(config: ModelConfig, decode: DecodeConfig) -> DecodeState:
         num_pending=zero,
     )
     request = Request(
-        sampling=initial_sampling_state(config.vocab),
+        sampling=jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype),
+            jax.eval_shape(lambda: initial_sampling_state(Sampling(), config.vocab, config.vocab)),
+        ),
         stop_ids=jnp.full(MAX_STOP_IDS, -1, jnp.int32),
         remaining=zero,
         depth=zero,

@@ -1,0 +1,215 @@
+"""A conversation on the device: read tokens, run cycles. The only host loop over programs.
+
+The arrays never leave the device; the host reads a few integers a dispatch. Several cycles run in
+one dispatch, so tokens arrive in bursts. A stop id ends a burst on the device.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from openjet_jax.compiled import Programs
+from openjet_jax.config import MAX_STOP_IDS, DecodeConfig
+from openjet_jax.depth import AutoDepth, DepthPolicy
+from openjet_jax.sampling import initial_sampling_state
+from openjet_jax.settings import Sampling
+from openjet_jax.state import DecodeState, Request
+from openjet_jax.stats import Stats
+from openjet_jax.weights import Weights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Burst:
+    """What one dispatch emitted.
+
+    Attributes:
+      token_ids: ids in order.
+      logprobs: log-probability of each under the unfiltered model.
+      cycles: (drafted, accepted) of each cycle that ran.
+      stopped: whether the last id is a stop id.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    cycles: list[tuple[int, int]]
+    stopped: bool
+
+
+class Conversation:
+    """One sequence of tokens and its state.
+
+    Attributes:
+      ids: every token so far, the newest included.
+      state: the device side; programs consume and replace it.
+      stats: of the current request.
+    """
+
+    def __init__(self, weights: Weights, programs: Programs):
+        """Starts an empty conversation.
+
+        Args:
+          weights: the model.
+          programs: the model's programs.
+        """
+        self.weights, self.programs = weights, programs
+        self.ids: list[int] = []
+        self.stats = Stats()
+        self.state: DecodeState = self._ready(programs.start)()
+
+    @property
+    def decode(self) -> DecodeConfig:
+        """The shapes this conversation lives in."""
+        return self.programs.decode
+
+    def _ready(self, get, *args):
+        """Returns a program, its loading or compiling counted apart from the work it does."""
+        start, compiled = time.perf_counter(), self.programs.num_compiled
+        program = get(*args)
+        self.stats.ready_s += time.perf_counter() - start
+        self.stats.compiled += self.programs.num_compiled - compiled
+        return program
+
+    def read(self, ids: Sequence[int]) -> None:
+        """Reads more tokens: all but the last go through the model, the last is the newest.
+
+        Args:
+          ids: new token ids, at least one.
+
+        Raises:
+          ValueError: there are none, one is outside the vocabulary, or the context is full.
+        """
+        vocab = self.programs.config.vocab
+        if not len(ids):
+            raise ValueError("there are no tokens to read; a prompt needs at least one")
+        wrong = next((i for i in ids if not 0 <= i < vocab), None)
+        if wrong is not None:
+            raise ValueError(f"token id {wrong} must be in 0..{vocab - 1}")
+        if len(self.ids) + len(ids) > self.decode.context:
+            raise ValueError(
+                f"{len(self.ids) + len(ids)} tokens do not fit context={self.decode.context}; "
+                "shorten the text or ask for a larger context"
+            )
+        known = np.asarray([*self.ids[-1:], *ids], np.int32)
+        programs = [self._ready(self.programs.prefill, r) for r in self._chunks(len(known) - 1)]
+        start, at = time.perf_counter(), 0
+        for rows, program in zip(self._chunks(len(known) - 1), programs, strict=True):
+            count = min(rows, len(known) - 1 - at)
+            tokens = np.zeros(rows + 1, np.int32)
+            tokens[: count + 1] = known[at : at + count + 1]
+            self.state, _ = program(self.weights, self.state, tokens, np.int32(count))
+            at += count
+        jax.block_until_ready(self.state.length)
+        self.ids += [int(i) for i in ids]
+        self.stats.prefill_s += time.perf_counter() - start
+        self.stats.prompt_tokens += len(ids)
+
+    def _chunks(self, count: int) -> list[int]:
+        """Returns the program sizes that read `count` tokens: the largest, then what fits best."""
+        sizes = self.decode.chunks
+        whole, rest = divmod(count, sizes[-1])
+        tail = [next(size for size in sizes if size >= rest)] if rest or not whole else []
+        return [sizes[-1]] * whole + tail
+
+    def run(
+        self,
+        sampling: Sampling,
+        depth: DepthPolicy,
+        *,
+        max_new_tokens: int,
+        stop_ids: Sequence[int] = (),
+        cycles_per_dispatch: int | None = None,
+    ) -> Iterator[Burst]:
+        """Yields what each dispatch emits, until a stop id or the last token that fits.
+
+        Args:
+          sampling: how tokens are chosen.
+          depth: how many drafts are made.
+          max_new_tokens: most tokens to emit, cut to what the context still holds.
+          stop_ids: ids that end generation; they are emitted.
+          cycles_per_dispatch: cycles between two looks of the host; the compiled most by default.
+
+        Raises:
+          ValueError: nothing was read yet, or a limit is exceeded.
+        """
+        config, most = self.programs.config, self.decode.cycles_per_dispatch
+        count = most if cycles_per_dispatch is None else cycles_per_dispatch
+        if not 1 <= count <= most:
+            raise ValueError(f"cycles_per_dispatch={count} must be in 1..{most}")
+        if len(set(stop_ids)) > MAX_STOP_IDS:
+            raise ValueError(f"{len(set(stop_ids))} stop ids are too many; at most {MAX_STOP_IDS}")
+        if not self.ids:
+            raise ValueError("nothing was read yet: a conversation starts with a prompt")
+        policy = AutoDepth(depth.depth) if depth.auto else None
+        remaining = min(max_new_tokens, self.decode.context - len(self.ids))
+        program = self._ready(self.programs.cycles, sampling.kind, depth.max_depth)
+        self._ask(sampling, depth, remaining, stop_ids)
+        while remaining > 0:
+            start = time.perf_counter()
+            self.state, infos, ran = program(self.weights, self.state, np.int32(count))
+            burst = _burst(jax.device_get((infos, ran)))
+            seconds = time.perf_counter() - start
+            remaining -= len(burst.token_ids)
+            self._count(burst, seconds)
+            if policy is not None:
+                policy.observe(burst.cycles, seconds)
+                chosen = np.int32(policy.choose())
+                request = dataclasses.replace(
+                    self.state.request, depth=chosen, depth_after_rejection=chosen
+                )
+                self.state = dataclasses.replace(self.state, request=request)
+            yield burst
+            if burst.stopped:
+                return
+
+    def _ask(self, sampling: Sampling, depth: DepthPolicy, remaining: int, stop_ids) -> None:
+        """Puts a request into the state; tokens so far are its prompt."""
+        config = self.programs.config
+        seen = np.zeros(config.vocab, bool)
+        seen[self.ids] = True
+        chosen = initial_sampling_state(sampling, config.vocab, config.vocab_used)
+        stops = np.full(MAX_STOP_IDS, -1, np.int32)
+        unique = sorted(set(stop_ids))
+        stops[: len(unique)] = unique
+        request = Request(
+            sampling=dataclasses.replace(chosen, prompt_seen=seen),
+            stop_ids=stops,
+            remaining=np.int32(remaining),
+            depth=np.int32(depth.depth),
+            depth_after_rejection=np.int32(depth.after_rejection),
+        )
+        self.state = dataclasses.replace(
+            self.state, request=request, num_drafts=np.int32(0), stopped=np.bool_(False)
+        )
+
+    def _count(self, burst: Burst, seconds: float) -> None:
+        """Takes a burst into the conversation's ids and stats."""
+        stats = self.stats
+        if not stats.dispatches:
+            stats.first_token_s = stats.prefill_s + seconds
+        stats.dispatches += 1
+        stats.decode_s += seconds
+        stats.new_tokens += len(burst.token_ids)
+        stats.count(burst.cycles)
+        self.ids += burst.token_ids
+
+
+def _burst(fetched) -> Burst:
+    """Returns the readable form of one dispatch's infos."""
+    infos, ran = fetched
+    ids: list[int] = []
+    logprobs: list[float] = []
+    cycles: list[tuple[int, int]] = []
+    for i in range(int(ran)):
+        num_tokens = int(infos.num_tokens[i])
+        ids += infos.tokens[i, :num_tokens].tolist()
+        logprobs += infos.logprobs[i, :num_tokens].tolist()
+        cycles.append((int(infos.drafted[i]), int(infos.accepted[i])))
+    return Burst(
+        token_ids=ids,
+        logprobs=logprobs,
+        cycles=cycles,
+        stopped=bool(ran) and bool(infos.stopped[int(ran) - 1]),
+    )

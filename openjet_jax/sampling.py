@@ -1,0 +1,255 @@
+"""Choosing tokens: penalties, bias, shared-noise sampling and acceptance, on the device.
+
+A row's token is the argmax of its filtered log-probabilities plus Gumbel noise, which is an exact
+sample (Gumbel 1954; Maddison et al. 2014). The noise is a function of (seed, position, token id),
+so a drafter that adds the same noise to its own logits agrees as often as the distributions are
+close, and a draft is accepted if and only if it *is* the row's token: text does not depend on
+drafts at all. Rows never look at each other.
+"""
+
+import equinox as eqx
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from openjet_jax.filters import best_candidates, keep_candidates, keep_tokens
+from openjet_jax.settings import Sampling, SamplingKind
+
+
+class SamplingState(eqx.Module):
+    """The settings of a request and the tokens it has seen, as operands of a program.
+
+    Attributes:
+      temperature, top_k, top_p, min_p, repetition, presence, frequency: as in `Sampling`.
+      seed: low and high word.
+      bias: added to the logits, dense over the vocabulary.
+      prompt_seen: whether a token is in the prompt.
+      counts: times each token was generated in this request.
+    """
+
+    temperature: Float[Array, ""]
+    top_k: Int[Array, ""]
+    top_p: Float[Array, ""]
+    min_p: Float[Array, ""]
+    repetition: Float[Array, ""]
+    presence: Float[Array, ""]
+    frequency: Float[Array, ""]
+    seed: UInt[Array, "2"]
+    bias: Float[Array, " vocab"]
+    prompt_seen: Bool[Array, " vocab"]
+    counts: Int[Array, " vocab"]
+
+
+def initial_sampling_state(sampling: Sampling, vocab: int, vocab_used: int) -> SamplingState:
+    """Returns the state of a request that has seen no token yet. Compiles nothing.
+
+    Args:
+      sampling: the settings.
+      vocab: rows of the head, padding included.
+      vocab_used: ids at and above it are padding.
+
+    Raises:
+      ValueError: if a token with a bias is padding or not in the vocabulary.
+    """
+    bias = np.zeros(vocab, np.float32)
+    for token, value in sampling.bias:
+        if token >= vocab_used:
+            raise ValueError(f"logit_bias: token {token} must be below {vocab_used=}; remove it")
+        bias[token] = value
+    low, high = sampling.seed & 0xFFFFFFFF, sampling.seed >> 32
+    arrays = {
+        "temperature": np.float32(sampling.temperature),
+        "top_k": np.int32(sampling.top_k),
+        "top_p": np.float32(sampling.top_p),
+        "min_p": np.float32(sampling.min_p),
+        "repetition": np.float32(sampling.repetition_penalty),
+        "presence": np.float32(sampling.presence_penalty),
+        "frequency": np.float32(sampling.frequency_penalty),
+        "seed": np.array([low, high], np.uint32),
+        "bias": bias,
+        "prompt_seen": np.zeros(vocab, bool),
+        "counts": np.zeros(vocab, np.int32),
+    }
+    return SamplingState(**{name: jnp.asarray(value) for name, value in arrays.items()})
+
+
+def next_request(state: SamplingState, settings: SamplingState) -> SamplingState:
+    """Returns the state of a conversation's next request: all tokens so far are its prompt.
+
+    Args:
+      state: the request that ended.
+      settings: the initial state of the next one; its settings are taken, its tokens are not.
+    """
+    seen = state.prompt_seen | (state.counts > 0)
+    return eqx.tree_at(
+        lambda s: (s.prompt_seen, s.counts), settings, (seen, jnp.zeros_like(state.counts))
+    )
+
+
+def observe_prompt(
+    state: SamplingState, ids: Int[Array, " n"], count: Int[Array, ""] | int
+) -> SamplingState:
+    """Returns the state after the first `count` of `ids` were read as part of the prompt."""
+    seen = state.prompt_seen.at[_live(ids, count, state)].set(True, mode="drop")
+    return eqx.tree_at(lambda s: s.prompt_seen, state, seen)
+
+
+def observe(
+    state: SamplingState, tokens: Int[Array, " n"], count: Int[Array, ""] | int
+) -> SamplingState:
+    """Returns the state after the first `count` of `tokens` were generated."""
+    counts = state.counts.at[_live(tokens, count, state)].add(1, mode="drop")
+    return eqx.tree_at(lambda s: s.counts, state, counts)
+
+
+def _live(ids, count, state: SamplingState) -> Int[Array, " n"]:
+    """Returns the first `count` ids, and an id that scatters drop in place of the others."""
+    return jnp.where(jnp.arange(ids.shape[0]) < count, ids, state.counts.shape[0])
+
+
+def adjust(
+    logits: Float[Array, "rows n"],
+    state: SamplingState,
+    kind: SamplingKind,
+    drafts: Int[Array, " depth"],
+    lengths: Int[Array, " rows"],
+    *,
+    vocab_used: int,
+    ids: Int[Array, " n"] | None = None,
+) -> Float[Array, "rows n"]:
+    """Returns logits with padding masked to -inf, then penalties, then bias.
+
+    The prefix of row i is everything observed, the newest token included, then the first
+    `lengths[i]` drafts, which count as generated. Verification passes `arange(rows)`; a drafter
+    passes the number of drafts it has made.
+
+    Args:
+      logits: as the head gives them, over the vocabulary or over `ids`.
+      state: settings and tokens seen.
+      kind: static; `adjusted` says whether there are penalties and bias.
+      drafts: draft tokens, in order.
+      lengths: drafts in the prefix of each row.
+      vocab_used: static; ids at and above it are never chosen.
+      ids: token ids of the columns if they are a subset; an id outside 0..vocab_used-1 marks a
+        column without a token.
+    """
+    token = jnp.arange(logits.shape[-1], dtype=jnp.int32) if ids is None else ids
+    exists = (token >= 0) & (token < vocab_used)
+    logits = jnp.where(exists[None], logits, -jnp.inf)
+    if not kind.adjusted:
+        return logits
+    columns = (state.bias, state.prompt_seen, state.counts)
+    if ids is not None:
+        columns = jax.tree.map(lambda x: x.at[ids].get(mode="clip"), columns)
+    bias, prompt_seen, counts = (x[None] for x in columns)
+    in_prefix = jnp.arange(drafts.shape[0])[None] < lengths[:, None]
+    drafted = (drafts[:, None] == token[None])[None] & in_prefix[:, :, None]
+    counts = counts + drafted.sum(axis=1, dtype=jnp.int32)
+    penalised = jnp.where(logits > 0, logits / state.repetition, logits * state.repetition)
+    logits = jnp.where(prompt_seen | (counts > 0), penalised, logits)
+    logits = logits - state.frequency * counts.astype(jnp.float32)
+    logits = logits - jnp.where(counts > 0, state.presence, 0)
+    return logits + bias
+
+
+def gumbel(
+    seed: UInt[Array, "2"], positions: Int[Array, "*shape"], ids: Int[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """Returns standard Gumbel noise, a function of (seed, position, token id) and nothing else.
+
+    Threefry-2x32 (Salmon et al. 2011) in counter mode, keyed by the seed.
+
+    Args:
+      seed: low and high word.
+      positions: where in the sequence the token would stand; broadcast against `ids`.
+      ids: token ids.
+    """
+    positions, ids = jnp.broadcast_arrays(positions, ids)
+    counter = jnp.stack([positions.astype(jnp.uint32), ids.astype(jnp.uint32)])
+    return gumbel_from_bits(jax.extend.random.threefry_2x32((seed[0], seed[1]), counter)[0])
+
+
+def gumbel_from_bits(bits: UInt[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns `-log(-log(1 - w))` with w uniform in (0, 1): finite for every bit pattern.
+
+    Large noise comes from small w, where floats are fine: the tail that decides an argmax over a
+    vocabulary has steps of 2**-32, and only the least noise, near -2.8, is clipped.
+    """
+    w = (bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32)
+    return -jnp.log(-jnp.log1p(-jnp.minimum(w, jnp.float32(1 - 2**-24))))
+
+
+def choose(
+    logits: Float[Array, "rows n"],
+    positions: Int[Array, " rows"],
+    state: SamplingState,
+    kind: SamplingKind,
+    ids: Int[Array, " n"] | None = None,
+) -> Int[Array, " rows"]:
+    """Returns the token of each row; the target and the drafter both choose with it.
+
+    Greedy: the largest logit, the lowest position among equals. Sampled: temperature, top-k,
+    top-p, min-p, then the largest sum of log-probability and noise. A NaN is never chosen; a row
+    without a single finite logit gives its first token.
+
+    Args:
+      logits: from `adjust`.
+      positions: absolute position in the sequence that the chosen token will take.
+      state: settings.
+      kind: static; a drafter passes the target's `kind.draft`.
+      ids: token ids of the columns if they are a subset of the vocabulary.
+    """
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32) if ids is None else ids
+    logits = jnp.nan_to_num(logits, nan=-jnp.inf, posinf=None, neginf=-jnp.inf)
+    logits = jnp.where(logits == 0, 0, logits)  # -0 and 0 are equals
+    if kind.method == "greedy":
+        return ids[jnp.argmax(logits, axis=-1)]
+    tokens = ids[None]
+    if kind.method == "top_k":
+        logits, index = best_candidates(logits)
+        tokens = ids[index]
+    best = logits.max(axis=-1, keepdims=True)
+    scores = (logits - jnp.where(jnp.isfinite(best), best, 0)) / state.temperature
+    noisy = scores + gumbel(state.seed, positions[:, None], tokens)
+    limits = (state.top_k, state.top_p, state.min_p)
+    if kind.method == "top_k":
+        noisy = jnp.where(keep_candidates(jnp.exp(scores), *limits), noisy, -jnp.inf)
+    elif kind.method == "full":
+        noisy = jnp.where(keep_tokens(logits, jnp.exp(scores), *limits), noisy, -jnp.inf)
+    winner = jnp.argmax(noisy, axis=-1, keepdims=True)
+    return jnp.take_along_axis(jnp.broadcast_to(tokens, noisy.shape), winner, axis=-1)[:, 0]
+
+
+def accept(
+    drafts: Int[Array, " depth"], num_drafts: Int[Array, ""] | int, tokens: Int[Array, " rows"]
+) -> Int[Array, ""]:
+    """Returns how many of the first `num_drafts` drafts equal the tokens chosen, without a gap.
+
+    Args:
+      drafts: draft i stands in row i + 1.
+      num_drafts: drafts that were made; the others are ignored.
+      tokens: the token chosen after each row; `rows` is more than `depth`.
+    """
+    depth = drafts.shape[0]
+    agrees = (drafts == tokens[:depth]) & (jnp.arange(depth) < num_drafts)
+    return jnp.cumprod(agrees.astype(jnp.int32)).sum()
+
+
+def log_probabilities(
+    logits: Float[Array, "rows vocab"], tokens: Int[Array, " rows"], *, vocab_used: int
+) -> Float[Array, " rows"]:
+    """Returns the model's own log-probability of each row's token.
+
+    Of the logits as the head gives them: at temperature 1, before penalties, bias and filters, and
+    normalised over the used vocabulary. NaN if the row holds one.
+
+    Args:
+      logits: not adjusted.
+      tokens: below `vocab_used`.
+      vocab_used: static; ids at and above it are padding.
+    """
+    used = jnp.arange(logits.shape[-1]) < vocab_used
+    log_p = jax.nn.log_softmax(jnp.where(used[None], logits, -jnp.inf), axis=-1)
+    return jnp.take_along_axis(log_p, tokens[:, None], axis=-1)[:, 0]
