@@ -24,6 +24,7 @@ from jax.experimental import serialize_executable
 
 from openjet_jax.config import DecodeConfig, ModelConfig
 from openjet_jax.cycle import cycles
+from openjet_jax.draft import mtp_chunk
 from openjet_jax.model import logits
 from openjet_jax.prefill import prefill
 from openjet_jax.settings import SamplingKind
@@ -204,6 +205,19 @@ class Programs:
         """Returns the program `(weights, hidden[rows]) -> logits[rows, vocab]`."""
         hidden = jax.ShapeDtypeStruct((rows, self.config.hidden), jnp.float32)
         return self._get(f"logits_{rows}", logits, (self.weight_specs, hidden), 0)
+
+    def mtp_logits(self, rows: int) -> Executable:
+        """Returns `(weights, kv, tokens[rows], hidden[rows], start, count) -> (kv, logits[rows])`.
+
+        The MTP block over known tokens and the hidden rows before them.
+        """
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        hidden = jax.ShapeDtypeStruct((rows, self.config.hidden), jnp.float32)
+        kv = self.state_specs.mtp_kv
+        run = functools.partial(mtp_chunk, config=self.config)
+        args = (self.weight_specs, kv, tokens, hidden, count, count)
+        return self._get(f"mtp_logits_{rows}", run, args, (kv, 0), donate=1)
 
     def _get(self, name: str, function, args: tuple, out, donate: int | None = None) -> Executable:
         """Returns a program, made ready on first use; `out` has the structure of its result."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from openjet_jax.compiled import Programs
 from openjet_jax.config import MAX_STOP_IDS, DecodeConfig
@@ -36,6 +37,31 @@ class Burst:
     logprobs: list[float]
     cycles: list[tuple[int, int]]
     stopped: bool
+
+
+def checked_ids(ids: Sequence[int] | np.ndarray, vocab: int) -> Int[np.ndarray, " n"]:
+    """Returns token ids as int32.
+
+    Raises:
+      ValueError: there are none, they are not one row of integers, or one is outside 0..vocab-1.
+    """
+    array = np.asarray(ids)
+    if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"token ids must be one row of at least one integer, not {array.dtype}"
+            f"{list(array.shape)}; a prompt needs at least one token"
+        )
+    wrong = array[(array < 0) | (array >= vocab)]
+    if wrong.size:
+        raise ValueError(f"token id {wrong[0]} must be in 0..{vocab - 1}")
+    return array.astype(np.int32)
+
+
+def chunk_sizes(sizes: Sequence[int], count: int) -> list[int]:
+    """Returns the program sizes that read `count` tokens: the largest first, then the best fit."""
+    whole, rest = divmod(count, sizes[-1])
+    tail = [next(size for size in sizes if size >= rest)] if rest or not whole else []
+    return [sizes[-1]] * whole + tail
 
 
 class Conversation:
@@ -81,37 +107,26 @@ class Conversation:
         Raises:
           ValueError: there are none, one is outside the vocabulary, or the context is full.
         """
-        vocab = self.programs.config.vocab
-        if not len(ids):
-            raise ValueError("there are no tokens to read; a prompt needs at least one")
-        wrong = next((i for i in ids if not 0 <= i < vocab), None)
-        if wrong is not None:
-            raise ValueError(f"token id {wrong} must be in 0..{vocab - 1}")
-        if len(self.ids) + len(ids) > self.decode.context:
+        new = checked_ids(ids, self.programs.config.vocab)
+        if len(self.ids) + len(new) > self.decode.context:
             raise ValueError(
-                f"{len(self.ids) + len(ids)} tokens do not fit context={self.decode.context}; "
+                f"{len(self.ids) + len(new)} tokens do not fit context={self.decode.context}; "
                 "shorten the text or ask for a larger context"
             )
-        known = np.asarray([*self.ids[-1:], *ids], np.int32)
-        programs = [self._ready(self.programs.prefill, r) for r in self._chunks(len(known) - 1)]
+        known = np.asarray([*self.ids[-1:], *new], np.int32)
+        sizes = chunk_sizes(self.decode.chunks, len(known) - 1)
+        programs = [self._ready(self.programs.prefill, rows) for rows in sizes]
         start, at = time.perf_counter(), 0
-        for rows, program in zip(self._chunks(len(known) - 1), programs, strict=True):
+        for rows, program in zip(sizes, programs, strict=True):
             count = min(rows, len(known) - 1 - at)
             tokens = np.zeros(rows + 1, np.int32)
             tokens[: count + 1] = known[at : at + count + 1]
             self.state, _ = program(self.weights, self.state, tokens, np.int32(count))
             at += count
         jax.block_until_ready(self.state.length)
-        self.ids += [int(i) for i in ids]
+        self.ids += new.tolist()
         self.stats.prefill_s += time.perf_counter() - start
-        self.stats.prompt_tokens += len(ids)
-
-    def _chunks(self, count: int) -> list[int]:
-        """Returns the program sizes that read `count` tokens: the largest, then what fits best."""
-        sizes = self.decode.chunks
-        whole, rest = divmod(count, sizes[-1])
-        tail = [next(size for size in sizes if size >= rest)] if rest or not whole else []
-        return [sizes[-1]] * whole + tail
+        self.stats.prompt_tokens += len(new)
 
     def run(
         self,

@@ -99,3 +99,29 @@ def mtp_logits(weights: Weights, hidden: Float[Array, "rows hidden"]) -> Float[A
     return project(hidden, weights.head if weights.mtp.head is None else weights.mtp.head)
 
 
+
+
+def mtp_chunk(
+    weights: Weights,
+    kv: KVCache,
+    tokens: Int[Array, " rows"],
+    hidden: Float[Array, "rows hidden"],
+    start: Int[Array, ""],
+    count: Int[Array, ""],
+    *,
+    config: ModelConfig,
+) -> tuple[KVCache, Float[Array, "rows vocab"]]:
+    """Returns the block's cache and logits over known tokens: what scoring a text needs.
+
+    Args:
+      weights: the model.
+      kv: the block's cache, valid below `start`.
+      tokens: ids of positions `start` and on; from `count` on, padding.
+      hidden: trunk output of the position before each.
+      start: position of the first row.
+      count: rows that count.
+      config: the model's sizes.
+    """
+    live = jnp.arange(tokens.shape[0]) < count
+    out, kv = mtp_block(tokens, hidden, start, live, kv, weights, config)
+    return kv, mtp_logits(weights, out)

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from openjet_jax.compiled import Programs
 from openjet_jax.config import DecodeConfig
-from openjet_jax.conversation import Conversation
+from openjet_jax.conversation import Conversation, checked_ids
 from openjet_jax.depth import DepthPolicy, parse_depth
 from openjet_jax.loading import Model
 from openjet_jax.settings import Sampling
@@ -45,6 +45,17 @@ class Generation:
     finish_reason: str
     stats: Stats
     accepted: list[int]
+
+    def as_dict(self) -> dict[str, object]:
+        """Returns plain values, for JSON."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids.tolist(),
+            "logprobs": [float(p) for p in self.logprobs],
+            "finish_reason": self.finish_reason,
+            "accepted": self.accepted,
+            "stats": self.stats.as_dict(),
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,20 +114,14 @@ def _prompt_ids(model: Model, prompt, messages, template_options) -> list[int]:
         raise ValueError(f"{template_options=} has a meaning for messages only")
     if isinstance(prompt, str):
         return model.tokenizer.encode(prompt)
-    ids = np.asarray(prompt)
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(
-            f"a prompt of ids must be one row of integers, not {ids.dtype}{list(ids.shape)}"
-        )
-    return ids.tolist()
+    return checked_ids(prompt, model.config.vocab).tolist()
 
 
 def _depth(model: Model, depth: int | str | None) -> DepthPolicy:
     """Returns the depth policy: as asked, else automatic where the model can draft."""
     policy = parse_depth(depth if depth is not None else "auto" if model.config.has_mtp else 0)
     if policy.max_depth and not model.config.has_mtp:
-        reason = "; ".join(model.notes) or "the file holds no MTP block (nextn tensors)"
-        raise ValueError(f"{depth=} asks for drafts, but {reason}; use depth=0")
+        raise ValueError(f"{depth=} asks for drafts, but {model.without_mtp}; use depth=0")
     return policy
 
 

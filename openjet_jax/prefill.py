@@ -34,7 +34,7 @@ def prefill(
         `tokens[0]`.
       tokens: ids of positions n .. n + count, then padding: one more than are read, since the
         token after the last one read becomes the newest.
-      count: how many tokens to read, at least 1 and at most the rows of this program.
+      count: how many tokens to read, from 0 (a first token alone) to the rows of this program.
       config: the model's sizes.
     """
     rows = tokens.shape[0] - 1
@@ -56,7 +56,7 @@ def prefill(
         kv=kv,
         mtp_kv=mtp_kv,
         recurrent=recurrent,
-        hidden=hidden[count - 1],
+        hidden=jnp.where(count > 0, hidden[count - 1], state.hidden),
         num_drafts=jnp.int32(0),
         stopped=jnp.bool_(False),
     )
