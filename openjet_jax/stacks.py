@@ -62,8 +62,8 @@ def weight_specs(directory: Path) -> tuple[ModelConfig, Weights]:
     return config.model, jax.tree.map(lambda stack: stack.spec, _layout(config))
 
 
-def load_weights(directory: Path, device: jax.Device | None = None) -> tuple[ModelConfig, Weights]:
-    """Returns the model's configuration and its weights on `device` (None: the default one).
+def load_weights(directory: Path) -> tuple[ModelConfig, Weights]:
+    """Returns the model's configuration and its weights, on JAX's default device.
 
     Every byte is checked against the checksum in config.json.
 
@@ -72,7 +72,6 @@ def load_weights(directory: Path, device: jax.Device | None = None) -> tuple[Mod
     """
     config = read_config(directory)
     stacks, tree = jax.tree.flatten(_layout(config))
-    device = device or jax.devices()[0]
     context = ts.Context({"cache_pool": {"total_bytes_limit": 64 * 2**20}})
     loaded: list[jax.Array] = []
     reading: collections.deque[tuple[np.ndarray, list[Future[None]]]] = collections.deque()
@@ -81,7 +80,7 @@ def load_weights(directory: Path, device: jax.Device | None = None) -> tuple[Mod
         array, parts = reading.popleft()
         for part in parts:
             part.result()
-        loaded.append(jax.device_put(array, device, may_alias=True).block_until_ready())
+        loaded.append(jax.device_put(array, may_alias=True).block_until_ready())
 
     pool = ThreadPoolExecutor(thread_name_prefix="restore")
     try:
@@ -195,7 +194,7 @@ def _packed(entries: list[TensorEntry]) -> Packed:
     rows, k = entries[0].shape
     for entry in entries:
         _check_planes(entry, rows, k)
-    stacks = tuple(
+    stacks: Any = tuple(
         {
             plane: _Stack(entries=tuple(group), plane=plane, stacked=True)
             for plane in FORMATS[name].plane_specs(rows, k)
