@@ -12,7 +12,7 @@ OUTSIDE = {"tests", "bench"}
 ORDER = [
     {"config"},
     {"state", "weights"},
-    {"checkpoint", "layers"},
+    {"checkpoint", "stacks", "layers"},
     {"model", "draft", "sampling"},
     {"cycle", "prefill"},
     {"compiled"},

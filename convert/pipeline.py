@@ -1,0 +1,257 @@
+"""From a GGUF file to a checkpoint: one block in memory at a time, all or nothing on disk."""
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.quants import dequantize
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from openjet_jax.checkpoint import (
+    DENSE,
+    VALUES,
+    CheckpointConfig,
+    PlaneEntry,
+    TensorEntry,
+    write_block,
+    write_config,
+)
+from openjet_jax.convert.block_formats import packed_format_of, repack
+from openjet_jax.convert.gguf import GGUFError
+from openjet_jax.convert.model_file import ModelFile, read_model
+from openjet_jax.convert.publication import published_directory
+from openjet_jax.convert.tensor_sources import TensorSource
+from openjet_jax.tokenizer import Tokenizer
+from pallas_kernels.formats import FORMATS
+
+TEMPLATE_FILE = "chat_template.jinja"
+
+SPARE_BYTES = 64 * 2**20
+"""Room on disk for what is not weights: tokenizer, contents, the file system's own."""
+
+_HASH_BYTES = 4 * 2**20
+
+
+def convert_gguf(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str] | None = None,
+    *,
+    force: bool = False,
+    quiet: bool = False,
+) -> Path:
+    """Returns the directory of the checkpoint made from a GGUF file, values unchanged.
+
+    The destination appears when it is complete. A run that fails or is killed leaves none, and what
+    it left beside it is removed by the next.
+
+    Args:
+      source: a GGUF file, or any part of a split one.
+      destination: the checkpoint's directory; by default `default_destination(source)`.
+      force: whether to replace an existing destination, which stays until the new one is complete.
+      quiet: whether to show no progress.
+
+    Raises:
+      GGUFError: the source is not a sound model of a supported kind.
+      FileExistsError: the destination exists and `force` is not given.
+      BlockingIOError: another process is writing the destination.
+      OSError: not enough room on the disk, or another refusal of the system.
+    """
+    source = Path(source)
+    target = default_destination(source) if destination is None else Path(destination)
+    target = target.absolute()
+    model = read_model(source)
+    planned = describe(model)
+    tokenizer = Tokenizer.from_tables(model.file.metadata)
+    with published_directory(target, force) as partial:
+        _check_room(partial, target, planned.nbytes + SPARE_BYTES)
+        stop = threading.Event()
+        with ThreadPoolExecutor(1) as hasher, _progress(quiet, source.name, model) as advance:
+            digests = hasher.submit(_digests, model.parts, stop)
+            try:
+                tensors = _write_weights(model, planned, partial, advance)
+                files = _with_digests(planned.provenance["files"], digests.result(), model.parts)
+            finally:
+                stop.set()
+        tokenizer.save(partial)
+        if isinstance(template := model.file.metadata.get("tokenizer.chat_template"), str):
+            (partial / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+        provenance = {**planned.provenance, "files": files}
+        write_config(partial, dataclasses.replace(planned, tensors=tensors, provenance=provenance))
+    return target
+
+
+def default_destination(source: Path) -> Path:
+    """Returns `NAME` beside `NAME.gguf`, or beside the parts `NAME-00001-of-0000N.gguf`."""
+    stem = source.name.removesuffix(".gguf")
+    base, _, total = stem.rpartition("-of-")
+    first, _, number = base.rpartition("-")
+    if first and len(number) == len(total) == 5 and number.isdigit() and total.isdigit():
+        stem = first
+    return source.with_name(stem if stem != source.name else f"{stem}.checkpoint")
+
+
+def describe(model: ModelFile) -> CheckpointConfig:
+    """Returns what converting the file gives, with nothing read: checksums and digests are empty.
+
+    Raises:
+      GGUFError: a tensor's type cannot be packed.
+    """
+    files = [_file_facts(part) for part in model.parts]
+    return CheckpointConfig(
+        model=model.config,
+        tensors=tuple(_planned(model, source) for source in model.sources),
+        provenance={"files": files, "facts": model.facts},
+        notes=model.notes,
+    )
+
+
+def _planned(model: ModelFile, source: TensorSource) -> TensorEntry:
+    role, kind = source.role, source.record.type
+    if not role.packed:
+        form, planes = DENSE, {VALUES: PlaneEntry(shape=source.shape, dtype="float32", checksum="")}
+    else:
+        form, planes = packed_format_of(kind), {}
+        if form is None:
+            raise GGUFError(
+                f"{model.file.path}: tensor {source.name} has type {kind.name}, which cannot be "
+                "packed without rounding; quantise the model to another type"
+            )
+        for plane, spec in FORMATS[form].plane_specs(*source.shape).items():
+            dtype = np.dtype(spec.dtype).name
+            planes[plane] = PlaneEntry(shape=spec.shape, dtype=dtype, checksum="")
+    return TensorEntry(
+        name=source.name,
+        source_type=kind.name,
+        field=role.field if role.stack == "global" else f"{role.stack}.{role.field}",
+        slot=role.slot,
+        block=_block_of(source.name),
+        format=form,
+        shape=source.shape,
+        planes=planes,
+    )
+
+
+def _block_of(name: str) -> str:
+    """Returns `blk.N` of a layer's tensor, otherwise the tensor's own name without its ending."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "blk" else parts[0]
+
+
+def _file_facts(path: Path) -> dict[str, Any]:
+    stat = path.stat()
+    return {"name": path.name, "bytes": stat.st_size, "modified_ns": stat.st_mtime_ns, "sha256": ""}
+
+
+def _check_room(partial: Path, target: Path, need: int) -> None:
+    have = shutil.disk_usage(partial).free
+    if have < need:
+        raise OSError(
+            f"{target} needs {need / 1e9:.2f} GB, but the disk has {have / 1e9:.2f} GB free; make "
+            "room, or choose a destination on another disk with -o"
+        )
+
+
+def _write_weights(
+    model: ModelFile,
+    planned: CheckpointConfig,
+    partial: Path,
+    advance: Callable[[int], None],
+) -> tuple[TensorEntry, ...]:
+    """Writes every block, the next being repacked meanwhile; returns the entries with checksums."""
+    blocks: dict[str, list[tuple[TensorSource, TensorEntry]]] = {}
+    for source, entry in zip(model.sources, planned.tensors, strict=True):
+        blocks.setdefault(entry.block, []).append((source, entry))
+    writes: collections.deque[Future[None]] = collections.deque()
+    written: dict[tuple[str, str], Mapping[str, PlaneEntry]] = {}
+
+    def write(block: str, leaves: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        for field, planes in write_block(partial, block, leaves).items():
+            written[block, field] = planes
+
+    with ThreadPoolExecutor(1, thread_name_prefix="write") as writer:
+        for block, members in blocks.items():
+            leaves = {}
+            for source, entry in members:
+                leaves[entry.field] = _planes(model, source)
+                advance(source.nbytes)
+            while writes:
+                writes.popleft().result()
+            writes.append(writer.submit(write, block, leaves))
+        while writes:
+            writes.popleft().result()
+    return tuple(
+        dataclasses.replace(entry, planes=written[entry.block, entry.field])
+        for entry in planned.tensors
+    )
+
+
+def _planes(model: ModelFile, source: TensorSource) -> Mapping[str, np.ndarray]:
+    """Returns the planes of one tensor.
+
+    Raises:
+      GGUFError: a value or scale is not finite.
+    """
+    kind = source.record.type
+    if source.role.packed:
+        try:
+            return repack(source.data, kind)[1]
+        except ValueError as error:
+            raise GGUFError(f"{model.file.path}: tensor {source.name}: {error}") from error
+    values = dequantize(source.data.reshape(-1), kind).reshape(source.shape)
+    if not np.isfinite(values).all():
+        raise GGUFError(f"{model.file.path}: tensor {source.name} has NaN or infinite values")
+    return {VALUES: values.astype(np.float32)}
+
+
+def _digests(parts: Sequence[Path], stop: threading.Event) -> list[str]:
+    """Returns the SHA-256 of every file, in hex."""
+    digests = []
+    for part in parts:
+        digest = hashlib.sha256()
+        with open(part, "rb", buffering=0) as file:
+            while not stop.is_set() and (piece := file.read(_HASH_BYTES)):
+                digest.update(piece)
+        digests.append(digest.hexdigest())
+    return digests
+
+
+def _with_digests(
+    files: Sequence[Mapping[str, Any]], digests: Sequence[str], parts: Sequence[Path]
+) -> list[dict[str, Any]]:
+    """Returns the facts of the source files with their digests, if they are still the same."""
+    for before, part in zip(files, parts, strict=True):
+        if _file_facts(part) != before:
+            raise OSError(f"{part} changed while it was converted; convert it again")
+    return [{**file, "sha256": digest} for file, digest in zip(files, digests, strict=True)]
+
+
+@contextlib.contextmanager
+def _progress(quiet: bool, name: str, model: ModelFile) -> Iterator[Callable[[int], None]]:
+    """Shows source bytes converted, on stderr; yields the function that counts them."""
+    columns = (
+        TextColumn("converting {task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
+        task = progress.add_task(name, total=sum(source.nbytes for source in model.sources))
+        yield lambda amount: progress.advance(task, amount)
