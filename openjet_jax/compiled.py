@@ -16,6 +16,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +175,16 @@ class Programs:
     def num_compiled(self) -> int:
         """Programs that were compiled rather than found."""
         return sum(event.compiled for event in self.events)
+
+    def prepare(self, *gets: Callable[[], Executable]) -> None:
+        """Makes several programs ready at once: compilers run side by side.
+
+        Args:
+          gets: calls of this object's own methods, such as `partial(programs.prefill, 64)`.
+        """
+        with ThreadPoolExecutor(max_workers=len(gets) or 1) as pool:
+            for ready in [pool.submit(get) for get in gets]:
+                ready.result()
 
     def start(self) -> Executable:
         """Returns the program `() -> state` of an empty conversation."""

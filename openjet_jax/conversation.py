@@ -6,7 +6,8 @@ one dispatch, so tokens arrive in bursts. A stop id ends a burst on the device.
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import jax
 import numpy as np
@@ -83,20 +84,20 @@ class Conversation:
         self.weights, self.programs = weights, programs
         self.ids: list[int] = []
         self.stats = Stats()
-        self.state: DecodeState = self._ready(programs.start)()
+        self.prepare(programs.start)
+        self.state: DecodeState = programs.start()()
 
     @property
     def decode(self) -> DecodeConfig:
         """The shapes this conversation lives in."""
         return self.programs.decode
 
-    def _ready(self, get, *args):
-        """Returns a program, its loading or compiling counted apart from the work it does."""
+    def prepare(self, *gets: Callable[[], Callable]) -> None:
+        """Makes programs ready, counted apart from the work they do; see `Programs.prepare`."""
         start, compiled = time.perf_counter(), self.programs.num_compiled
-        program = get(*args)
+        self.programs.prepare(*gets)
         self.stats.ready_s += time.perf_counter() - start
         self.stats.compiled += self.programs.num_compiled - compiled
-        return program
 
     def read(self, ids: Sequence[int]) -> None:
         """Reads more tokens: all but the last go through the model, the last is the newest.
@@ -115,13 +116,15 @@ class Conversation:
             )
         known = np.asarray([*self.ids[-1:], *new], np.int32)
         sizes = chunk_sizes(self.decode.chunks, len(known) - 1)
-        programs = [self._ready(self.programs.prefill, rows) for rows in sizes]
+        self.prepare(*(partial(self.programs.prefill, rows) for rows in sorted(set(sizes))))
         start, at = time.perf_counter(), 0
-        for rows, program in zip(sizes, programs, strict=True):
+        for rows in sizes:
             count = min(rows, len(known) - 1 - at)
             tokens = np.zeros(rows + 1, np.int32)
             tokens[: count + 1] = known[at : at + count + 1]
-            self.state, _ = program(self.weights, self.state, tokens, np.int32(count))
+            self.state, _ = self.programs.prefill(rows)(
+                self.weights, self.state, tokens, np.int32(count)
+            )
             at += count
         jax.block_until_ready(self.state.length)
         self.ids += new.tolist()
@@ -159,7 +162,8 @@ class Conversation:
             raise ValueError("nothing was read yet: a conversation starts with a prompt")
         policy = AutoDepth(depth.depth) if depth.auto else None
         remaining = min(max_new_tokens, self.decode.context - len(self.ids))
-        program = self._ready(self.programs.cycles, sampling.kind, depth.max_depth)
+        self.prepare(partial(self.programs.cycles, sampling.kind, depth.max_depth))
+        program = self.programs.cycles(sampling.kind, depth.max_depth)
         self._ask(sampling, depth, remaining, stop_ids)
         while remaining > 0:
             start = time.perf_counter()

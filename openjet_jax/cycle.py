@@ -14,7 +14,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from openjet_jax.config import ROWS, ModelConfig
 from openjet_jax.draft import mtp_block, mtp_fill
@@ -22,7 +22,7 @@ from openjet_jax.draft_vocabulary import draft_logits, hold
 from openjet_jax.model import logits, trunk_cycle
 from openjet_jax.sampling import accept, adjust, choose, log_probabilities, observe
 from openjet_jax.settings import SamplingKind
-from openjet_jax.state import CycleInfo, DecodeState, KVCache, Request
+from openjet_jax.state import CycleInfo, DecodeState, Request
 from openjet_jax.weights import Weights
 
 
@@ -139,8 +139,8 @@ def _draft(
 ) -> DecodeState:
     """Returns the state with the MTP cache caught up and `depth` new drafts.
 
-    The rows that catch up and the newest token's own row go through the block together; later
-    drafts take one pass each, fed with the block's own output.
+    The first pass takes the rows that catch up and, with them, the newest token's own row, whose
+    output is the first draft; each later pass takes one row, fed with the block's own output.
 
     Args:
       weights: the model.
@@ -155,27 +155,25 @@ def _draft(
     assert state.mtp_kv is not None
     row, sampling = jnp.arange(ROWS), state.request.sampling
     first = state.length - num_tokens
-    live = row < num_tokens + (depth > 0)
-    out, mtp_kv = mtp_block(tokens, hidden, first, live, state.mtp_kv, weights, config)
 
-    def propose(i, hidden, drafts) -> Int[Array, " drafts"]:
+    def step(i, carry):
+        tokens, hidden, start, newest, drafts, kv = carry
+        live = row < newest + (depth > 0)
+        out, kv = mtp_block(tokens, hidden, start, live, kv, weights, config)
+        out = lax.dynamic_index_in_dim(out, newest, keepdims=False)
         with jax.named_scope("draft_head"):
-            raw, ids = draft_logits(weights, state.slots, hidden[None])
+            raw, ids = draft_logits(weights, state.slots, out[None])
         used = config.vocab_used
         adjusted = adjust(raw, sampling, kind, drafts, i[None], vocab_used=used, ids=ids)
         token = choose(adjusted, (state.length + 1 + i)[None], sampling, kind.draft, ids)
-        return lax.dynamic_update_slice(drafts, token, (i,))
+        drafts = lax.dynamic_update_slice(drafts, token, (i,))
+        tokens = jnp.where(row == 0, token, 0)
+        hidden = jnp.where(row[:, None] == 0, out, 0.0)
+        return tokens, hidden, state.length + 1 + i, jnp.int32(0), drafts, kv
 
-    def step(i, carry: tuple[Array, Array, KVCache]):
-        hidden, drafts, kv = carry
-        padded = jnp.where(row[:, None] == 0, hidden, 0.0)
-        token = jnp.where(row == 0, drafts[i - 1], 0)
-        out, kv = mtp_block(token, padded, state.length + i, row == 0, kv, weights, config)
-        return out[0], propose(i, out[0], drafts), kv
-
-    hidden = out[num_tokens]
-    drafts = propose(jnp.int32(0), hidden, jnp.zeros(ROWS - 1, jnp.int32))
-    _, drafts, mtp_kv = lax.fori_loop(1, depth, step, (hidden, drafts, mtp_kv))
+    none = jnp.zeros(ROWS - 1, jnp.int32)
+    carry = (tokens, hidden, first, num_tokens, none, state.mtp_kv)
+    *_, drafts, mtp_kv = lax.fori_loop(0, jnp.maximum(depth, 1), step, carry)
     return replace(state, mtp_kv=mtp_kv, drafts=drafts, num_drafts=depth)
 
 

@@ -6,6 +6,7 @@ A burst may run past a stop string: tokens after the one that completes it are d
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from jaxtyping import Float, Int
 
 from openjet_jax.compiled import Programs
 from openjet_jax.config import DecodeConfig
-from openjet_jax.conversation import Conversation, checked_ids
+from openjet_jax.conversation import Conversation, checked_ids, chunk_sizes
 from openjet_jax.depth import DepthPolicy, parse_depth
 from openjet_jax.loading import Model
 from openjet_jax.settings import Sampling
@@ -175,6 +176,11 @@ def stream(
         conversation = Conversation(model.weights, programs_for(model, context, kv_dtype))
     conversation.stats = stats = Stats(ready_s=conversation.stats.ready_s)
     stops = () if ignore_eos else model.tokenizer.stop_ids if stop_ids is None else stop_ids
+    programs, sizes = conversation.programs, chunk_sizes(conversation.decode.chunks, len(ids))
+    conversation.prepare(
+        partial(programs.cycles, sampling.kind, policy.max_depth),
+        *(partial(programs.prefill, rows) for rows in sorted(set(sizes))),
+    )
     conversation.read(ids)
     bursts = conversation.run(
         sampling,
