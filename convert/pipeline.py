@@ -26,10 +26,12 @@ from rich.progress import (
 
 from openjet_jax.checkpoint import (
     DENSE,
+    TEMPLATE_FILE,
     VALUES,
     CheckpointConfig,
     PlaneEntry,
     TensorEntry,
+    is_checkpoint,
     write_block,
     write_config,
 )
@@ -40,8 +42,6 @@ from openjet_jax.convert.publication import published_directory
 from openjet_jax.convert.tensor_sources import TensorSource
 from openjet_jax.tokenizer import Tokenizer
 from pallas_kernels.formats import FORMATS
-
-TEMPLATE_FILE = "chat_template.jinja"
 
 SPARE_BYTES = 64 * 2**20
 """Room on disk for what is not weights: tokenizer, contents, the file system's own."""
@@ -54,6 +54,7 @@ def convert_gguf(
     destination: str | os.PathLike[str] | None = None,
     *,
     force: bool = False,
+    wait: bool = False,
     quiet: bool = False,
 ) -> Path:
     """Returns the directory of the checkpoint made from a GGUF file, values unchanged.
@@ -65,21 +66,24 @@ def convert_gguf(
       source: a GGUF file, or any part of a split one.
       destination: the checkpoint's directory; by default `default_destination(source)`.
       force: whether to replace an existing destination, which stays until the new one is complete.
+      wait: whether to wait for another process that is writing the destination.
       quiet: whether to show no progress.
 
     Raises:
       GGUFError: the source is not a sound model of a supported kind.
-      FileExistsError: the destination exists and `force` is not given.
-      BlockingIOError: another process is writing the destination.
+      FileExistsError: the destination exists, and is no checkpoint or `force` is not given.
+      BlockingIOError: another process is writing the destination and `wait` is not given.
       OSError: not enough room on the disk, or another refusal of the system.
     """
     source = Path(source)
     target = default_destination(source) if destination is None else Path(destination)
-    target = target.absolute()
+    target = target.resolve()
+    if force and target.exists() and not is_checkpoint(target):
+        raise FileExistsError(f"{target} is not a checkpoint; it is not replaced, even by force")
     model = read_model(source)
     planned = describe(model)
     tokenizer = Tokenizer.from_tables(model.file.metadata)
-    with published_directory(target, force) as partial:
+    with published_directory(target, force=force, wait=wait) as partial:
         _check_room(partial, target, planned.nbytes + SPARE_BYTES)
         stop = threading.Event()
         with ThreadPoolExecutor(1) as hasher, _progress(quiet, source.name, model) as advance:

@@ -14,28 +14,36 @@ _RENAME_EXCHANGE = 2
 
 
 @contextlib.contextmanager
-def published_directory(destination: Path, force: bool) -> Iterator[Path]:
+def published_directory(destination: Path, *, force: bool, wait: bool) -> Iterator[Path]:
     """Yields an empty directory that becomes `destination` when the block ends without an error.
 
     It is a sibling, `.NAME.partial`, locked while its writer lives; what a dead writer left in it
-    is removed. With `force`, an existing destination stays in use until it is exchanged.
+    is removed. With `force`, an existing destination stays in use until both are exchanged.
 
     Raises:
       FileExistsError: the destination exists and `force` is not given.
-      BlockingIOError: another process is writing it.
+      BlockingIOError: another process is writing it and `wait` is not given.
     """
     _refuse_existing(destination, force)
     partial = destination.parent / f".{destination.name}.partial"
-    with _locked(partial, destination):
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    locks = [_lock(partial, destination, wait)]
+    try:
+        # The process that was waited for may have made it.
         _refuse_existing(destination, force)
-        try:
-            _empty(partial)
-            yield partial
-            _sync(partial)
-            _publish(partial, destination)
-            _sync_one(destination.parent)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        _clear(partial)
+        yield partial
+        _sync(partial)
+        if force and destination.is_dir():
+            # It takes the other's name, under which it must not pass for a dead writer's.
+            locks.append(os.open(destination, os.O_RDONLY | os.O_DIRECTORY))
+            fcntl.flock(locks[-1], fcntl.LOCK_EX)
+        _publish(partial, destination)
+        _sync_one(destination.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        for lock in locks:
+            os.close(lock)
 
 
 def _refuse_existing(destination: Path, force: bool) -> None:
@@ -45,40 +53,36 @@ def _refuse_existing(destination: Path, force: bool) -> None:
         )
 
 
-@contextlib.contextmanager
-def _locked(partial: Path, destination: Path) -> Iterator[None]:
-    """Holds the lock on a directory, made if it is not there."""
+def _lock(partial: Path, destination: Path, wait: bool) -> int:
+    """Returns the open handle of a directory, made if it is not there, and locked.
+
+    The system drops the lock when the process ends, in whatever way.
+    """
     while True:
-        partial.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            partial.mkdir()
         try:
             handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             continue
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise BlockingIOError(
-                    errno.EWOULDBLOCK,
-                    "another process is writing it; wait for it",
-                    str(destination),
-                ) from None
-            # Between opening and locking, its last owner may have published or removed it.
-            if _is(handle, partial):
-                yield
-                return
-        finally:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # Its last owner may have renamed or removed it since it was opened.
+            if os.path.samestat(os.fstat(handle), os.stat(partial)):
+                return handle
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
             os.close(handle)
+            reason = "another process is writing it; wait until it has ended"
+            raise BlockingIOError(errno.EWOULDBLOCK, reason, str(destination)) from None
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
 
 
-def _is(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _empty(directory: Path) -> None:
+def _clear(directory: Path) -> None:
     for entry in os.scandir(directory):
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)
@@ -87,7 +91,7 @@ def _empty(directory: Path) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Makes everything below a directory durable."""
+    """Makes everything in a directory durable."""
     for folder, _, files in os.walk(directory):
         for name in files:
             _sync_one(Path(folder, name))
@@ -116,7 +120,7 @@ def _publish(partial: Path, destination: Path) -> None:
 
 def _exchange(first: Path, second: Path) -> bool:
     """Swaps two names at once; returns whether the system can."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     if renameat2 is None:
         return False
     names = (_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second))

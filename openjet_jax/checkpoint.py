@@ -24,6 +24,7 @@ from openjet_jax.config import ModelConfig
 KIND = "openjet-jax checkpoint"
 VERSION = 1
 CONFIG_FILE = "config.json"
+TEMPLATE_FILE = "chat_template.jinja"
 
 CHUNK_BYTES = 16 * 2**20
 """Most bytes of a stored chunk: several to a large plane, so that they are read in parallel, and
@@ -165,6 +166,14 @@ def write_config(directory: Path, config: CheckpointConfig) -> CheckpointConfig:
     text = f'{head[:-2]},\n "tensors": [\n{tensors}\n ]\n}}\n'
     (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
     return dataclasses.replace(config, hash=content["hash"])
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Returns whether a directory claims to be a checkpoint, of any version and in any state."""
+    try:
+        return f'"{KIND}"' in (directory / CONFIG_FILE).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
 
 
 def read_config(directory: Path) -> CheckpointConfig:
