@@ -89,12 +89,12 @@ Or name one that stands elsewhere: make demo PYTHON=/path/to/python3.12"
 # Runs a step of the installation quietly; on failure says what went wrong as far as the log tells.
 step() {
     "$@" >>"$log" 2>&1 && return
-    tail -n 15 "$log" >&2
     if grep -qiE 'name resolution|ConnectionError|NewConnectionError|Network is unreachable|timed out|ProxyError|SSLError' "$log"; then
         fail "The package index cannot be reached: check the network, or pip's proxy and index settings. Then run the same command again."
     elif grep -qi 'No space left' "$log"; then
         fail "The disk is full: the installation needs about 1.5 GB. Then run the same command again."
     fi
+    tail -n 15 "$log" >&2
     fail "The installation failed at: $*
 The whole log is in $log."
 }
