@@ -19,8 +19,12 @@ from pallas_kernels.formats import FORMATS
 _SLAB_WEIGHTS = 2**18
 """Decoded at once: codes and temporaries stay in a core's second-level cache."""
 
-_HALF_EXPONENT = 0x7C00
-"""All ones in NaN and infinity."""
+_EXPONENTS = {
+    "float16": np.uint16(0x7C00),
+    "bfloat16": np.uint16(0x7F80),
+    "float32": np.uint32(0x7F800000),
+}
+"""The exponent bits, all ones in NaN and infinity."""
 
 
 class UnsupportedTypeError(ValueError):
@@ -87,7 +91,7 @@ def repack(blocks: np.ndarray, ggml_type: int) -> tuple[str, dict[str, np.ndarra
 
     Raises:
       UnsupportedTypeError: no packed format holds the type exactly.
-      ValueError: rows are not whole blocks, or a scale is NaN or infinite.
+      ValueError: rows are not whole blocks, or a scale or dense value is NaN or infinite.
     """
     if (block_format := BLOCK_FORMATS.get(ggml_type)) is None:
         raise UnsupportedTypeError(_refusal(ggml_type))
@@ -107,23 +111,23 @@ def repack(blocks: np.ndarray, ggml_type: int) -> tuple[str, dict[str, np.ndarra
     for start in range(0, rows, step):
         slab = blocks[start : start + step]
         parts = block_format.decode(slab.reshape(-1, block_bytes))
-        _check_scales(parts, Type(ggml_type).name)
+        _check_finite(parts, Type(ggml_type).name)
         parts = {name: part.reshape(len(slab), -1) for name, part in parts.items()}
         for name, plane in layout.pack(parts).items():
             planes[name][start : start + step] = plane
     return layout.name, planes
 
 
-def _check_scales(parts: BlockParts, type_name: str) -> None:
-    """Raises ValueError if a fp16 scale is NaN or infinite: every weight of its block would be."""
-    for name in parts.keys() & {"d", "dmin", "m"}:
-        if parts[name].dtype == np.float16:
-            bits = parts[name].view(np.uint16) & _HALF_EXPONENT
-            if (bits == _HALF_EXPONENT).any():
-                raise ValueError(
-                    f"a {type_name} block has a NaN or infinite scale {name!r}; the file is "
-                    "damaged or was quantised from broken weights"
-                )
+def _check_finite(parts: BlockParts, type_name: str) -> None:
+    """Raises ValueError if a float is NaN or infinite: so would be every weight it touches."""
+    for name in parts.keys() & {"d", "dmin", "m", "values"}:
+        exponent = _EXPONENTS[parts[name].dtype.name]
+        bits = parts[name].view(exponent.dtype) & exponent
+        if (bits == exponent).any():
+            raise ValueError(
+                f"a {type_name} block has a NaN or infinite {name!r}; the file is damaged or was "
+                "made from broken weights"
+            )
 
 
 def _refusal(ggml_type: int) -> str:

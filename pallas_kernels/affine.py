@@ -1,7 +1,7 @@
 """Affine layouts, whose values are a scaled code and an offset: the classes; kernels own instances.
 
 Both unpack bit for bit whatever a compiler does with multiplications and additions: every product
-below is exact in float32 (an 11-bit fp16 significand times integers of at most 6 and 5 bits), so
+below is exact in float32 (an 11-bit fp16 significand times integers of at most 8 and 5 bits), so
 the one subtraction or addition rounds once, fused or not.
 """
 
@@ -24,8 +24,7 @@ class KQuant:
     """value = d * scale * code - dmin * min.
 
     Parts and planes, per row: `codes` (parts: uint8 [k]; planes: packed, with `high` for the bits
-    above a nibble), `scales` and `mins` uint8 [k / group] below 64, `d` and `dmin` float16
-    [k / 256].
+    above a nibble), `scales` and `mins` uint8 [k / group], `d` and `dmin` float16 [k / 256].
 
     Attributes:
       name: as written in checkpoints.

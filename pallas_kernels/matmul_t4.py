@@ -26,8 +26,8 @@ class Table:
     """value = d * scale * unit * values[code], without the scale where the format has none.
 
     Parts and planes, per row: `codes` (parts: uint8 [k] below 16; plane: nibbles in chunks of 16
-    bytes), `scales` int8 [k / group] if the format has them, `d` [k / block]. Significands add up
-    to at most 24 bits, so the products are exact in float32 in any order.
+    bytes), `scales` int8 [k / group] if the format has them, `d` [k / block]. d * scale is exact in
+    float32 (11 + 7 bits), so a value is rounded once at most, and not at all with six-bit scales.
 
     Attributes:
       name: as written in checkpoints.
