@@ -1,0 +1,359 @@
+"""Instructions of an NVIDIA thread that Pallas does not name, for kernels written lane by lane.
+
+Mosaic GPU's arrays are spread over a warpgroup by layouts it knows; a quantised product wants
+layouts of its own: each thread loads exactly the bits of its matrix fragment. Such kernels run
+inside `plgpu.inline_mgpu` and use this file: `Word` and `Float` are one register of every thread,
+functions are one instruction, or a few. Register arithmetic is written with operators, so that the
+same Python runs on NumPy arrays of 32 lanes in tests.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.mosaic.gpu import utils as mosaic
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf
+
+_PREDICATES = {"eq": 0, "ne": 1, "slt": 2, "sle": 3, "sgt": 4, "sge": 5, "ult": 6}
+
+
+def _i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def _i64() -> ir.Type:
+    return ir.IntegerType.get_signless(64)
+
+
+def _f32() -> ir.Type:
+    return ir.F32Type.get()
+
+
+@jax.tree_util.register_pytree_node_class
+class Word:
+    """A 32-bit register; arithmetic is modulo 2**32, `>>` and comparisons other than < signed."""
+
+    def __init__(self, value: Any):
+        if isinstance(value, int):
+            value = arith.constant(_i32(), ir.IntegerAttr.get(_i32(), _signed(value)))
+        self.value = value
+
+    def tree_flatten(self):
+        """Returns the register, so that loops can carry words."""
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        """Returns the word of a flattened register."""
+        self = object.__new__(cls)
+        (self.value,) = leaves
+        return self
+
+    def _with(self, operation: Callable, other: "Word | int", flip: bool = False) -> "Word":
+        a, b = self.value, _word(other).value
+        return Word(operation(b, a) if flip else operation(a, b))
+
+    def __add__(self, other):
+        return self._with(arith.addi, other)
+
+    def __radd__(self, other):
+        return self._with(arith.addi, other)
+
+    def __sub__(self, other):
+        return self._with(arith.subi, other)
+
+    def __rsub__(self, other):
+        return self._with(arith.subi, other, flip=True)
+
+    def __mul__(self, other):
+        return self._with(arith.muli, other)
+
+    def __rmul__(self, other):
+        return self._with(arith.muli, other)
+
+    def __and__(self, other):
+        return self._with(arith.andi, other)
+
+    def __or__(self, other):
+        return self._with(arith.ori, other)
+
+    def __xor__(self, other):
+        return self._with(arith.xori, other)
+
+    def __lshift__(self, other):
+        return self._with(arith.shli, other)
+
+    def __rshift__(self, other):
+        return self._with(arith.shrui, other)
+
+    def __floordiv__(self, other):
+        return self._with(arith.divui, other)
+
+    def __mod__(self, other):
+        return self._with(arith.remui, other)
+
+    def _compare(self, predicate: str, other) -> ir.Value:
+        return arith.cmpi(_PREDICATES[predicate], self.value, _word(other).value)
+
+    def __lt__(self, other):
+        return self._compare("ult", other)
+
+    def equals(self, other: "Word | int") -> ir.Value:
+        """Returns the predicate `self == other`."""
+        return self._compare("eq", other)
+
+    def differs(self, other: "Word | int") -> ir.Value:
+        """Returns the predicate `self != other`."""
+        return self._compare("ne", other)
+
+
+@jax.tree_util.register_pytree_node_class
+class Float:
+    """A float32 register."""
+
+    def __init__(self, value: Any):
+        if isinstance(value, float | int):
+            value = arith.constant(_f32(), ir.FloatAttr.get(_f32(), float(value)))
+        self.value = value
+
+    def tree_flatten(self):
+        """Returns the register, so that loops can carry floats."""
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        """Returns the float of a flattened register."""
+        self = object.__new__(cls)
+        (self.value,) = leaves
+        return self
+
+    def __add__(self, other):
+        return Float(arith.addf(self.value, _float(other).value))
+
+    def __sub__(self, other):
+        return Float(arith.subf(self.value, _float(other).value))
+
+    def __mul__(self, other):
+        return Float(arith.mulf(self.value, _float(other).value))
+
+    def __neg__(self):
+        return Float(arith.negf(self.value))
+
+
+def _signed(value: int) -> int:
+    value &= 0xFFFFFFFF
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _word(value: "Word | int") -> Word:
+    return value if isinstance(value, Word) else Word(value)
+
+
+def _float(value: "Float | float") -> Float:
+    return value if isinstance(value, Float) else Float(value)
+
+
+def _asm(text: str, *operands, results: Sequence[ir.Type] = (), effects: bool = True):
+    values = [o.value if isinstance(o, Word | Float) else o for o in operands]
+    return mosaic.inline_ptx(
+        text,
+        *values,
+        result_types=tuple(results) or None,
+        has_side_effects=effects or not results,
+        convergent=effects,
+    )
+
+
+# Where a thread is, and control flow.
+
+
+def thread_index() -> Word:
+    """Returns this thread's index in its block."""
+    return Word(mosaic.thread_idx())
+
+
+def uniform(word: Word) -> Word:
+    """Returns lane 0's value in every lane, which tells the compiler that a warp does not split."""
+    (value,) = _asm("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", word, results=[_i32()])
+    return Word(value)
+
+
+def block_index() -> Word:
+    """Returns this block's index in a one-dimensional grid."""
+    (value,) = _asm("mov.u32 $0, %ctaid.x;", results=[_i32()], effects=False)
+    return Word(value)
+
+
+def cluster_rank() -> Word:
+    """Returns this block's index in its cluster."""
+    (value,) = _asm("mov.u32 $0, %cluster_ctarank;", results=[_i32()], effects=False)
+    return Word(value)
+
+
+def select(predicate: ir.Value, on_true: Word | int, on_false: Word | int) -> Word:
+    """Returns one of two words."""
+    return Word(arith.select(predicate, _word(on_true).value, _word(on_false).value))
+
+
+@contextlib.contextmanager
+def when(predicate: ir.Value) -> Iterator[None]:
+    """Runs the statements inside for threads whose predicate holds."""
+    with ir.InsertionPoint(scf.IfOp(predicate).then_block):
+        yield
+        scf.yield_([])
+
+
+def loop(start: Word | int, stop: Word | int, step: Word | int, carry: Any, body: Callable) -> Any:
+    """Returns the carry after `carry = body(index, carry)` for index in range(start, stop, step)."""
+    leaves, tree = jax.tree.flatten(carry)
+    bounds = [_word(bound).value for bound in (start, stop, step)]
+    operation = scf.ForOp(*bounds, leaves)
+    with ir.InsertionPoint(operation.body):
+        inner = jax.tree.unflatten(tree, list(operation.inner_iter_args))
+        result, result_tree = jax.tree.flatten(body(Word(operation.induction_variable), inner))
+        if result_tree != tree:
+            raise ValueError(f"a loop's body must keep its carry: {tree} became {result_tree}")
+        scf.yield_(result)
+    return jax.tree.unflatten(tree, list(operation.results))
+
+
+# Memory.
+
+
+def shared_address(ref: ir.Value) -> Word:
+    """Returns the byte address of a shared-memory reference."""
+    return Word(llvm.ptrtoint(_i32(), mosaic.memref_ptr(ref)))
+
+
+def global_address(ref: ir.Value) -> ir.Value:
+    """Returns the 64-bit byte address of a global-memory reference."""
+    return llvm.ptrtoint(_i64(), mosaic.memref_ptr(ref))
+
+
+def offset_address(address: ir.Value, count: Word, stride: int) -> ir.Value:
+    """Returns the global address `address + count * stride`, in 64 bits."""
+    wide = arith.extui(_i64(), count.value)
+    step = arith.constant(_i64(), ir.IntegerAttr.get(_i64(), stride))
+    return arith.addi(address, arith.muli(wide, step))
+
+
+def load_shared(address: Word, offset: int = 0, words: int = 1) -> list[Word]:
+    """Returns 1, 2 or 4 consecutive words of shared memory."""
+    vector, names = _vector(words, 0)
+    text = f"ld.shared{vector}.b32 {names}, [${words}+{offset}];"
+    return [Word(v) for v in _asm(text, address, results=[_i32()] * words)]
+
+
+def load_global(address: ir.Value, offset: int = 0, words: int = 1) -> list[Word]:
+    """Returns 1, 2 or 4 consecutive words of global memory that no one writes meanwhile."""
+    vector, names = _vector(words, 0)
+    text = f"ld.global.nc.L1::no_allocate{vector}.b32 {names}, [${words}+{offset}];"
+    return [Word(v) for v in _asm(text, address, results=[_i32()] * words)]
+
+
+def load_global_coherent(address: ir.Value, offset: int = 0) -> Word:
+    """Returns a word of global memory that a kernel before this one may have written."""
+    (value,) = _asm(f"ld.global.b32 $0, [$1+{offset}];", address, results=[_i32()])
+    return Word(value)
+
+
+def store_shared(address: Word, values: Sequence[Word | Float], offset: int = 0) -> None:
+    """Stores 1, 2 or 4 registers to consecutive words of shared memory."""
+    vector, names = _vector(len(values), 1)
+    kind = "f32" if isinstance(values[0], Float) else "b32"
+    _asm(f"st.shared{vector}.{kind} [$0+{offset}], {names};", address, *values)
+
+
+def store_global(address: ir.Value, value: Word | Float, offset: int = 0) -> None:
+    """Stores one register to global memory."""
+    kind = "f32" if isinstance(value, Float) else "b32"
+    _asm(f"st.global.{kind} [$0+{offset}], $1;", address, value)
+
+
+def _vector(words: int, first: int) -> tuple[str, str]:
+    if words not in (1, 2, 4):
+        raise ValueError(f"{words=} must be 1, 2 or 4: no wider or odder access exists")
+    names = ", ".join(f"${first + i}" for i in range(words))
+    return (f".v{words}", f"{{{names}}}") if words > 1 else ("", names)
+
+
+# Barriers and the copy engine.
+
+
+def barrier_init(barrier: Word, arrivals: int) -> None:
+    """Prepares a barrier in shared memory (8 bytes) for phases of `arrivals` arrivals."""
+    _asm(f"mbarrier.init.shared::cta.b64 [$0], {arrivals};", barrier)
+
+
+def fence_barriers() -> None:
+    """Makes prepared barriers visible to the copy engine and to the cluster."""
+    _asm("fence.mbarrier_init.release.cluster;")
+
+
+def barrier_wait(barrier: Word, parity: Word) -> None:
+    """Waits until the phase of this parity has ended."""
+    _asm(
+        "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;"
+        " @!p bra AGAIN; }",
+        barrier,
+        parity,
+    )
+
+
+def barrier_arrive(barrier: Word) -> None:
+    """Arrives at a barrier once (for each thread that executes it)."""
+    _asm("mbarrier.arrive.shared::cta.b64 _, [$0];", barrier)
+
+
+def barrier_expect(barrier: Word, num_bytes: Word | int) -> None:
+    """Arrives once and makes the phase wait for this many bytes of copies as well."""
+    _asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", barrier, _word(num_bytes))
+
+
+def copy_bulk(shared: Word, source: ir.Value, num_bytes: Word | int, barrier: Word) -> None:
+    """Starts a copy of contiguous global bytes (16-byte granules) that completes on a barrier.
+
+    The lines are marked as the first to leave the cache: packed weights are read once.
+    """
+    _asm(
+        "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
+        " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [$0], [$1], $2, [$3], policy; }",
+        shared,
+        source,
+        _word(num_bytes),
+        barrier,
+    )
+
+
+def copy_bulk_cached(shared: Word, source: ir.Value, num_bytes: int, barrier: Word) -> None:
+    """Starts a copy like `copy_bulk` whose lines stay in the cache: every block reads them."""
+    _asm(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+        shared,
+        source,
+        _word(num_bytes),
+        barrier,
+    )
+
+
+def sync_threads(name: Word | int, num_threads: int) -> None:
+    """Waits for a named group of this many threads; name 0 is the whole block's."""
+    _asm(f"bar.sync $0, {num_threads};", _word(name))
+
+
+def sync_warp() -> None:
+    """Waits for the other lanes of the warp."""
+    _asm("bar.warp.sync -1;")
+
+
+def wait_previous_kernel() -> None:
+    """Waits until the kernels before this one have ended and their writes are visible."""
+    _asm("griddepcontrol.wait;")
+
+
+def launch_next_kernel() -> None:
+    """Lets the next kernel's blocks start as soon as this one's leave room."""
+    _asm("griddepcontrol.launch_dependents;")
