@@ -12,9 +12,9 @@ import numpy as np
 from gguf.constants import LlamaFileType
 
 from openjet_jax.config import ModelConfig
-from openjet_jax.convert.layer_blocks import Blocks, read_blocks
 from openjet_jax.convert.gguf import GGUFError, GGUFFile, quoted
 from openjet_jax.convert.keys import Keys
+from openjet_jax.convert.layer_blocks import Blocks, read_blocks
 
 ARCHITECTURE = "qwen35"
 

@@ -2,8 +2,8 @@
 
 Compiled programs are stored in the user's own cache directory (mode 0700). Loading one unpickles
 it, so its SHA-256 is checked first, and programs never live inside a checkpoint that people share.
-Tree structures are not stored: they are rebuilt from the state's own specification. The state is donated to
-every program that returns one: no second copy of it is alive.
+Tree structures are not stored: they are rebuilt from the state's own specification. The state is
+donated to every program that returns one: no second copy of it is alive.
 """
 
 import dataclasses
