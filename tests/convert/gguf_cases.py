@@ -87,7 +87,9 @@ def small_tensors(mtp: bool = False, kinds: str = "da") -> Tensors:
         "output.weight": (24, 8),
     }
     blocks = [_DELTANET if kind == "d" else _ATTENTION for kind in kinds]
-    for i, block in enumerate([*blocks, *([_MTP] if mtp else [])]):
+    if mtp:
+        blocks.append(_MTP)
+    for i, block in enumerate(blocks):
         shapes |= {f"blk.{i}.{suffix}": shape for suffix, shape in block.items()}
     rng = np.random.default_rng(0)
     return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
