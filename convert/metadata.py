@@ -172,13 +172,12 @@ def _read_rotary(keys: Keys, head_width: int) -> int:
             f" has {sections.size} entries, the least {sections.min(initial=0)};"
             " it must be 3 or 4 counts",
         )
-    pairs = np.arange(rotary // 2)
-    turned = pairs < 3 * sections[:3].astype(np.int64)[pairs % 3]
-    if not turned.all():
+    first_bare = min(3 * int(n) + axis for axis, n in enumerate(sections[:3]))
+    if first_bare < rotary // 2:
         raise keys.error(
             "rope.dimension_sections",
-            f"={sections.tolist()} leaves pair {int(np.argmin(turned))} of {rotary // 2} without a"
-            " text position, which is not supported",
+            f"={sections.tolist()} leaves pair {first_bare} of {rotary // 2} without a text"
+            " position, which is not supported",
         )
     return rotary
 

@@ -82,6 +82,12 @@ def test_a_header_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch):
         open_gguf(MALFORMED / "b00.gguf")
 
 
+def test_more_keys_or_tensors_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gguf_header, "MAX_ENTRIES", 26)
+    with pytest.raises(GGUFError, match="tensor count 27 is beyond the limit of 26"):
+        open_gguf(MALFORMED / "b00.gguf")
+
+
 def test_tensors_that_overlap_are_refused(tmp_path: pathlib.Path):
     path = write_gguf(tmp_path / "m.gguf", KEYS, {n: np.ones(100, np.float32) for n in "ab"})
     content = path.read_bytes()

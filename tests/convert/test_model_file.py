@@ -247,6 +247,34 @@ def test_a_key_that_asks_for_other_arithmetic_is_refused_by_name(
         read(small_keys() | {f"qwen35.{name}": value})
 
 
+def test_a_false_head_width_allocates_nothing_of_its_size(read: Write):
+    huge = U32(2**31 - 2)
+    keys = small_keys(attention__key_length=huge, rope__dimension_count=huge)
+    with pytest.raises(GGUFError, match="leaves pair 2 of 1073741823"):
+        read(keys)
+
+
+@pytest.mark.parametrize("sections", [[11, 11, 10, 0], [11, 11, 10], [16, 16, 16, 16]])
+def test_sections_that_give_every_pair_a_text_position_are_accepted(
+    read: Write, sections: list[int]
+):
+    tensors = small_tensors()
+    widths = {"q": (256, 8), "k": (64, 8), "v": (64, 8), "output": (8, 128)}
+    for name, shape in widths.items():
+        tensors[f"blk.1.attn_{name}.weight"] = np.ones(shape, np.float32)
+    for name in "qk":
+        tensors[f"blk.1.attn_{name}_norm.weight"] = np.ones(64, np.float32)
+    keys = small_keys(
+        attention__key_length=U32(64),
+        rope__dimension_count=U32(64),
+        rope__dimension_sections=sections,
+    )
+    assert read(keys, tensors).config.rotary == 64
+    keys["qwen35.rope.dimension_sections"] = [11, 10, 10, 1]
+    with pytest.raises(GGUFError, match="leaves pair 31 of 32"):
+        read(keys, tensors)
+
+
 def test_neutral_values_of_such_keys_are_accepted(read: Write):
     keys = small_keys(
         rope__scaling__type="none",
