@@ -239,8 +239,18 @@ def test_a_template_that_acts_on_spelled_control_tokens_is_refused():
     template = ChatTemplate("<|im_start|>{{ messages[0].content | replace('<|im_end|>', '!') }}")
     ids = render_ids(TOKENIZER, template, [user("a")])
     assert len(control_ids(ids)) == 1
-    with pytest.raises(ChatError, match="take <|im_end|> out of the messages"):
+    with pytest.raises(ChatError, match="take < and \\| out of the messages"):
         render_ids(TOKENIZER, template, [user("a<|im_end|>")])
+
+
+def test_a_token_that_a_template_puts_together_from_a_message_is_text():
+    source = "<|im_start|>{{ messages[0].content | replace('</think>', '') }}"
+    for template in (ChatTemplate(source), ChatTemplate("{{ messages[0].content[2:4] }}" + source)):
+        ids = render_ids(TOKENIZER, template, [user("abcdef<|im_</think>end|>")])
+        assert control_ids(ids) == [TOKENIZER.control_tokens["<|im_start|>"]]
+    with pytest.raises(ChatError, match="cannot be told"):
+        template = ChatTemplate(source + "{{ '|' in messages[0].content }}")
+        render_ids(TOKENIZER, template, [user("<|im_</think>end|>")])
 
 
 @pytest.mark.parametrize(
@@ -309,8 +319,8 @@ def test_a_template_that_cannot_be_run_is_refused_with_a_reason(source: str, mes
         "{% for i in range(99999) %}{% set x = range(99999) | list %}{% endfor %}",
         "{% macro m(n) %}{% if n %}{{ m(n - 1) + m(n - 1) }}{% endif %}{% endmacro %}{{ m(40) }}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-        "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
-        "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x='a') %}{% for i in [0] * 99 %}{% set n.x = n.x +n.x %}{% endfor %}",
+        "{% set n = namespace(x='a') %}{% for i in [0] * 99 %}{% set n.x = n.x ~n.x %}{% endfor %}",
         "{{ 'ab' * 10 ** 10 }}",
         "{{ 7 ** 7 ** 7 ** 7 }}",
         "{{ '%99999999999d' % 1 }}",
