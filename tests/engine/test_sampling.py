@@ -44,6 +44,9 @@ def verify(logits, state, kind, drafts, position):
     return logits, choose(logits, position + rows, state, kind)
 
 
+jitted_choose = jax.jit(choose, static_argnames="kind")
+
+
 def request(sampling, prompt=(), generated=()):
     state = initial_sampling_state(sampling, VOCAB, USED)
     past_the_count = np.full(64, 7)
@@ -53,7 +56,7 @@ def request(sampling, prompt=(), generated=()):
     return observe(state, jnp.asarray(tokens), len(generated))
 
 
-@hypothesis_settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis_settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     rng=st.integers(0, 2**32 - 1).map(np.random.default_rng),
     seed=st.integers(0, 2**64 - 1),
@@ -170,14 +173,13 @@ def test_a_row_depends_on_its_own_logits_and_prefix_only():
 
 def test_the_full_search_and_the_blocks_choose_the_same_tokens():
     rng = np.random.default_rng(2)
-    logits = jnp.asarray(rng.normal(0, 2, (256, 5000)).astype(np.float32))
+    logits = jnp.asarray(rng.normal(0, 2, (64, 4500)).astype(np.float32))
     sampling = Sampling(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, seed=2**64 - 1)
-    state = initial_sampling_state(sampling, 5000, 5000)
-    by_method = [
-        np.asarray(choose(logits, jnp.arange(256), state, SamplingKind(method=method)))
-        for method in ("top_k", "full")
-    ]
-    np.testing.assert_array_equal(by_method[0], by_method[1])
+    state = initial_sampling_state(sampling, 4500, 4500)
+    rows = jnp.arange(64)
+    by_blocks = jitted_choose(logits, rows, state, SamplingKind(method="top_k"))
+    by_search = jitted_choose(logits, rows, state, SamplingKind(method="full"))
+    np.testing.assert_array_equal(by_blocks, by_search)
 
 
 @pytest.mark.parametrize("method", ["greedy", "plain", "top_k", "full"])
