@@ -21,9 +21,7 @@ from openjet_jax.sampling import (
     gumbel_from_bits,
     initial_sampling_state,
     log_probabilities,
-    next_request,
     observe,
-    observe_prompt,
 )
 from openjet_jax.settings import Sampling, SamplingKind
 
@@ -48,10 +46,8 @@ jitted_choose = jax.jit(choose, static_argnames="kind")
 
 
 def request(sampling, prompt=(), generated=()):
-    state = initial_sampling_state(sampling, VOCAB, USED)
+    state = initial_sampling_state(sampling, VOCAB, USED, prompt)
     past_the_count = np.full(64, 7)
-    ids = np.concatenate([prompt, past_the_count]).astype(np.int32)
-    state = observe_prompt(state, jnp.asarray(ids), len(prompt))
     tokens = np.concatenate([generated, past_the_count]).astype(np.int32)
     return observe(state, jnp.asarray(tokens), len(generated))
 
@@ -207,14 +203,6 @@ def test_observing_counts_duplicates_and_ignores_what_lies_past_the_count():
     np.testing.assert_array_equal(state.counts[:8], [0, 0, 1, 0, 3, 0, 0, 0])
     state = observe(state, jnp.array([2, 4, 1], jnp.int32), jnp.int32(2))
     np.testing.assert_array_equal(state.counts[:8], [0, 0, 2, 0, 4, 0, 0, 0])
-
-
-def test_the_next_request_takes_new_settings_and_all_tokens_become_its_prompt():
-    fresh = initial_sampling_state(Sampling(temperature=0.5, seed=9), VOCAB, USED)
-    state = next_request(request(ALL_PENALTIES, [5], [4, 4]), fresh)
-    assert set(np.flatnonzero(state.prompt_seen)) == {4, 5}
-    assert not np.any(state.counts)
-    assert state.temperature == 0.5 and not np.any(state.bias)
 
 
 @pytest.mark.parametrize(

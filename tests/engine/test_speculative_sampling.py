@@ -17,7 +17,6 @@ from openjet_jax.sampling import (
     choose,
     initial_sampling_state,
     observe,
-    observe_prompt,
 )
 from openjet_jax.settings import Sampling, SamplingKind
 
@@ -98,8 +97,7 @@ def speculate_batch(state, seeds, cycles, depth, biased, *, kind):
 
 def speculate(sampling, seeds, length, depth=3, biased=False):
     """Texts [runs, length], and the drafts a cycle accepted on average."""
-    state = initial_sampling_state(sampling, VOCAB, USED)
-    state = observe_prompt(state, jnp.array(PROMPT), len(PROMPT))
+    state = initial_sampling_state(sampling, VOCAB, USED, PROMPT)
     texts, accepted = zip(
         *(
             speculate_batch(state, batch, length, depth, biased, kind=sampling.kind)
