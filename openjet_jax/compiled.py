@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import jaxlib
+from jax._src.config import enable_compilation_cache
 from jax.experimental import serialize_executable
 
 from openjet_jax.config import DecodeConfig, ModelConfig
@@ -265,7 +266,9 @@ class Programs:
 
         program.__name__ = name
         jitted = jax.jit(program, donate_argnums=() if donate is None else donate)
-        compiled = jitted.lower(*args).compile()
+        # What JAX's own cache loaded cannot be serialised again: on a CPU its functions are lost.
+        with enable_compilation_cache(False):
+            compiled = jitted.lower(*args).compile()
         self.store.write(key, serialize_executable.serialize(compiled)[0])
         return compiled, True
 
