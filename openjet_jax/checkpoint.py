@@ -107,6 +107,11 @@ class CheckpointConfig:
         """Bytes of all weights."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all weights, however they are packed."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
+
 
 def checksum(array: np.ndarray) -> str:
     """Returns 16 hex digits that change with a flipped bit, a zeroed page or a moved piece.
