@@ -170,4 +170,4 @@ def render(facts: dict[str, Any], width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False)
     with console.capture() as captured:
         console.print(Group(table, Text(), *hazards))
-    return captured.get().rstrip()
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
