@@ -3,12 +3,12 @@
 
 RUN := .venv/bin/python
 CUDA ?= cuda12
-PROMPT ?= def fibonacci(n):
+export PROMPT ?= def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n
 
 .PHONY: demo test lint test-gpu setup
 
 demo: setup  ## generate text with the bundled model
-	@.venv/bin/openjet-jax generate tiny --prompt '$(PROMPT)' --max-new-tokens 96
+	@.venv/bin/openjet-jax generate tiny --prompt "$$PROMPT" --max-new-tokens 96
 
 test: setup  ## lint, then every test that needs no GPU
 	@status=0; \

@@ -1,0 +1,1 @@
+"""Measurements. They import the product; nothing in the product imports them."""

@@ -92,8 +92,9 @@ def _add_metadata(writer: GGUFWriter, config: ModelConfig, recipe: str, seed: in
     writer.add_layer_norm_rms_eps(config.eps)
     writer.add_rope_dimension_count(config.rotary)
     writer.add_rope_freq_base(config.rope_theta)
-    third = config.rotary // 2 // 3
-    writer.add_rope_dimension_sections([config.rotary // 2 - 2 * third, third, third, 0])
+    # Pairs go to time, height and width in turn, so the first sections get what is left over.
+    sections = [(config.rotary // 2 + 2 - axis) // 3 for axis in range(3)]
+    writer.add_rope_dimension_sections([*sections, 0])
     writer.add_vocab_size(config.vocab)
     writer.add_ssm_conv_kernel(config.conv_taps)
     writer.add_ssm_state_size(config.gdn_width)

@@ -25,8 +25,11 @@ from gguf.constants import (
 VERSIONS = (2, 3)
 """Container versions with this layout; version 1 had 32-bit lengths."""
 
-MAX_HEADER_BYTES = 128 * 2**20
+MAX_HEADER_BYTES = 64 * 2**20
 """Longest header that is read; one with 248,320 tokens and their merges has about 12 MiB."""
+
+MAX_ENTRIES = 2**16
+"""Most keys, and most tensors, of one file; the 27B model has 866 tensors."""
 
 MAX_DIMENSIONS = 4
 """Most dimensions of a tensor."""
@@ -231,13 +234,15 @@ class _Cursor:
         return name
 
     def count(self, what: str, least_bytes: int) -> int:
-        """Returns a count whose items, `least_bytes` each, could fit in the rest of the file."""
+        """Returns a count of entries, of `least_bytes` each, that the header can hold."""
         count = self.u64(f"{what} count")
         if count > (room := self.end // least_bytes):
             self.fail(
                 f"{what} count {count} is false or the file is truncated: a header of {self.end}"
                 f" bytes holds at most {room}"
             )
+        if count > MAX_ENTRIES:
+            self.fail(f"{what} count {count} is beyond the limit of {MAX_ENTRIES}")
         return count
 
     def header(self) -> Header:

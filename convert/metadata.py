@@ -12,14 +12,17 @@ import numpy as np
 from gguf.constants import LlamaFileType
 
 from openjet_jax.config import ModelConfig
-from openjet_jax.convert.layer_blocks import Blocks, read_blocks
 from openjet_jax.convert.gguf import GGUFError, GGUFFile, quoted
 from openjet_jax.convert.keys import Keys
+from openjet_jax.convert.layer_blocks import Blocks, read_blocks
 
 ARCHITECTURE = "qwen35"
 
 DEFAULT_INTERVAL = 4
 """Every how many layers one is full attention, where no key says."""
+
+LEAST_EPS = 1e-30
+"""Smallest epsilon of the norms that float32 keeps apart from 0, with room."""
 
 UNUSED_TOKEN = 5
 """Token type of vocabulary rows that no text produces."""
@@ -37,7 +40,7 @@ _FACTS = (
     "quantized_by",
     "repo_url",
 )
-_SAMPLING = "general.sampling."
+_SAMPLING = "sampling."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +101,7 @@ def _read_sizes(keys: Keys, blocks: Blocks) -> ModelConfig:
     heads = keys.count("attention.head_count")
     kv_heads = keys.count("attention.head_count_kv", default=heads)
     if heads % kv_heads:
-        raise keys.error("attention.head_count", f"={heads} must be a multiple of {kv_heads=}")
+        raise keys.error("attention.head_count_kv", f"={kv_heads} must divide head_count={heads}")
     key_heads, value_heads = keys.count("ssm.group_count"), keys.count("ssm.time_step_rank")
     if value_heads % key_heads:
         raise keys.error(
@@ -111,8 +114,8 @@ def _read_sizes(keys: Keys, blocks: Blocks) -> ModelConfig:
             f"={inner} must be time_step_rank x state_size = {value_heads} x {gdn_width}",
         )
     eps = keys.number("attention.layer_norm_rms_epsilon")
-    if eps <= 0:
-        raise keys.error("attention.layer_norm_rms_epsilon", f"={eps} must be above 0")
+    if not LEAST_EPS <= eps <= 1:
+        raise keys.error("attention.layer_norm_rms_epsilon", f"={eps} must be in {LEAST_EPS}..1")
     scale = keys.number("attention.scale") if keys.get("attention.scale") is not None else 0.0
     if scale and not math.isclose(scale, head_width**-0.5, rel_tol=1e-6):
         raise keys.error(
@@ -143,8 +146,8 @@ def _read_sizes(keys: Keys, blocks: Blocks) -> ModelConfig:
 
 def _read_theta(keys: Keys) -> float:
     theta = keys.number("rope.freq_base")
-    if theta <= 0:
-        raise keys.error("rope.freq_base", f"={theta} must be above 0")
+    if theta < 1:
+        raise keys.error("rope.freq_base", f"={theta} must be at least 1")
     return theta
 
 
@@ -169,13 +172,12 @@ def _read_rotary(keys: Keys, head_width: int) -> int:
             f" has {sections.size} entries, the least {sections.min(initial=0)};"
             " it must be 3 or 4 counts",
         )
-    pairs = np.arange(rotary // 2)
-    turned = pairs < 3 * sections[:3].astype(np.int64)[pairs % 3]
-    if not turned.all():
+    first_bare = min(3 * int(n) + axis for axis, n in enumerate(sections[:3]))
+    if first_bare < rotary // 2:
         raise keys.error(
             "rope.dimension_sections",
-            f"={sections.tolist()} leaves pair {int(np.argmin(turned))} of {rotary // 2} without a"
-            " text position, which is not supported",
+            f"={sections.tolist()} leaves pair {first_bare} of {rotary // 2} without a text"
+            " position, which is not supported",
         )
     return rotary
 
@@ -235,18 +237,22 @@ def _read_vocab_used(file: GGUFFile, vocab: int) -> int:
 
 
 def _read_facts(file: GGUFFile) -> dict[str, object]:
-    """Returns the scalar facts that are there, by their key without `general.`."""
-    scalars = {
+    """Returns strings, flags and finite numbers by their key without `general.`."""
+    general = {
         key.removeprefix("general."): value
         for key, value in file.metadata.items()
-        if isinstance(value, str | bool | int | float)
+        if key.startswith("general.")
+        and (isinstance(value, str | int) or isinstance(value, float) and math.isfinite(value))
     }
-    facts: dict[str, object] = {name: scalars[name] for name in _FACTS if name in scalars}
-    if isinstance(number := scalars.get("file_type"), int):
-        known = number in LlamaFileType._value2member_map_
+    facts: dict[str, object] = {name: general[name] for name in _FACTS if name in general}
+    if isinstance(number := general.get("file_type"), int):
+        known = number in set(LlamaFileType)
         facts["file_type"] = (
             LlamaFileType(number).name.removeprefix("MOSTLY_") if known else f"unknown ({number})"
         )
-    prefix = _SAMPLING.removeprefix("general.")
-    sampling = {k.removeprefix(prefix): v for k, v in scalars.items() if k.startswith(prefix)}
+    sampling = {
+        key.removeprefix(_SAMPLING): value
+        for key, value in general.items()
+        if key.startswith(_SAMPLING)
+    }
     return facts | ({"sampling": sampling} if sampling else {})

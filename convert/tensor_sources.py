@@ -7,6 +7,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from openjet_jax.config import ModelConfig
+from openjet_jax.convert.block_formats import packed_format_of
 from openjet_jax.convert.gguf import GGUFError, GGUFFile, TensorRecord, quoted
 from openjet_jax.convert.tensor_names import (
     FUSED_FIELDS,
@@ -21,17 +22,6 @@ FLOAT_TYPES = frozenset(
     {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
 )
 """Types of norms, convolution taps, decays and biases, which stay plain floats."""
-
-NUMBER_TYPES = frozenset(
-    {
-        GGMLQuantizationType.I8,
-        GGMLQuantizationType.I16,
-        GGMLQuantizationType.I32,
-        GGMLQuantizationType.I64,
-        GGMLQuantizationType.F64,
-    }
-)
-"""Types that no weight has: integers, and doubles."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,11 +143,15 @@ def _check(file: GGUFFile, record: TensorRecord, shape: tuple[int, ...], packed:
             f"{file.path}: tensor {quoted(record.name)} has shape {record.shape}, expected {shape}"
             " from the sizes in the metadata (embedding_length, head counts and so on)"
         )
-    if record.type in NUMBER_TYPES or not (packed or record.type in FLOAT_TYPES):
-        allowed = "a float or block-quantised type" if packed else "F32, F16 or BF16"
+    if packed and packed_format_of(record.type) is None:
+        raise GGUFError(
+            f"{file.path}: tensor {quoted(record.name)} has type {record.type.name}, which no"
+            " packed format holds; re-quantise the file with llama-quantize"
+        )
+    if not packed and record.type not in FLOAT_TYPES:
         raise GGUFError(
             f"{file.path}: tensor {quoted(record.name)} has type {record.type.name}; it must be"
-            f" {allowed}"
+            " F32, F16 or BF16"
         )
 
 

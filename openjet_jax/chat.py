@@ -43,6 +43,8 @@ class ChatTemplate:
         Raises:
           ChatError: it is too long or not a jinja2 template.
         """
+        if not isinstance(source, str):
+            raise ChatError(f"the chat template is a {type(source).__name__}, not text")
         if len(source) > MAX_TEMPLATE_LEN:
             raise ChatError(
                 f"the chat template has {len(source)} characters; {MAX_TEMPLATE_LEN} is the limit"
@@ -104,10 +106,11 @@ def render_ids(
     """Returns the ids of a conversation's prompt: the text of `ChatTemplate.render`, encoded.
 
     Control tokens are read only where the template wrote them; spelled in a message, a tool or an
-    option they are plain text. `control_guard` says how the two are told apart. The guarded
-    rendering is believed only if it is the plain one when the stand-ins are turned back. A template
-    may look at guard characters itself, so that it is not; then only what spells a control token is
-    guarded, and the control tokens found must be those of the first, fully guarded rendering.
+    option they are plain text. `control_guard` says how the two are told apart: the conversation
+    is rendered once as it is and once guarded. With the stand-ins turned back both texts must be
+    equal. They are not if the template looks at guard characters in messages; then only what
+    spells a control token, or part of one at a string's end, is guarded, the texts must be equal,
+    and the control tokens found must be those of the fully guarded rendering.
 
     Args:
       tokenizer: the model's tokenizer.
@@ -118,7 +121,8 @@ def render_ids(
       **options: see there.
 
     Raises:
-      ChatError: as `ChatTemplate.render`; or the template acts on control tokens in messages.
+      ChatError: as `ChatTemplate.render`; or the template acts on control tokens in messages, so
+        that neither guarded rendering will do.
       ValueError: a string has a lone surrogate.
     """
     variables = _variables(messages, tools, add_generation_prompt, options)
@@ -150,16 +154,11 @@ def _guarded(
     if full is not None and guard.reveal(full) == plain:
         return full
     text = template._render(_copy(variables, guard.hide_spelled))
-    if text == plain:
-        return text
-    if (
-        full is None
-        or guard.reveal(text) != plain
-        or _found(text, control) != _found(full, control)
-    ):
+    same = full is not None and _found(text, control) == _found(full, control)
+    if not same or guard.reveal(text) != plain:
         raise ChatError(
-            "a message spells a control token, and the chat template acts on that; "
-            f"take {', '.join(token for token in control if token in plain)} out of the messages"
+            "the chat template acts on text that belongs to control tokens, so its own cannot be "
+            f"told from a message's; take {' and '.join(guard.guards)} out of the messages"
         )
     return text
 

@@ -157,7 +157,7 @@ def _generate(args: argparse.Namespace) -> None:
     elif args.tokens is not None:
         settings["prompt"] = np.load(args.tokens)
     elif args.prompt_file is not None:
-        settings["prompt"] = args.prompt_file.read_text(encoding="utf-8")
+        settings["prompt"] = args.prompt_file.read_bytes().decode("utf-8")
     else:
         settings["prompt"] = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     model = oj.load(args.model)
@@ -202,9 +202,8 @@ def _logits(args: argparse.Namespace) -> None:
 def _tokenize(args: argparse.Namespace) -> None:
     from openjet_jax.loading import load_tokenizer
 
-    ids = load_tokenizer(args.model).encode(
-        args.file.read_text(encoding="utf-8"), special=args.special
-    )
+    text = args.file.read_bytes().decode("utf-8")  # line ends as they are
+    ids = load_tokenizer(args.model).encode(text, special=args.special)
     print(json.dumps(ids) if args.json else " ".join(map(str, ids)))
 
 

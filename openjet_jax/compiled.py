@@ -2,8 +2,8 @@
 
 Compiled programs are stored in the user's own cache directory (mode 0700). Loading one unpickles
 it, so its SHA-256 is checked first, and programs never live inside a checkpoint that people share.
-Tree structures are not stored: they are rebuilt from the state's own specification. The state is donated to
-every program that returns one: no second copy of it is alive.
+Tree structures are not stored: they are rebuilt from the state's own specification. The state is
+donated to every program that returns one: no second copy of it is alive.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import jaxlib
+from jax._src.config import enable_compilation_cache
 from jax.experimental import serialize_executable
 
 from openjet_jax.config import DecodeConfig, ModelConfig
@@ -265,7 +266,9 @@ class Programs:
 
         program.__name__ = name
         jitted = jax.jit(program, donate_argnums=() if donate is None else donate)
-        compiled = jitted.lower(*args).compile()
+        # What JAX's own cache loaded cannot be serialised again: on a CPU its functions are lost.
+        with enable_compilation_cache(False):
+            compiled = jitted.lower(*args).compile()
         self.store.write(key, serialize_executable.serialize(compiled)[0])
         return compiled, True
 

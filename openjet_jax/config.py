@@ -8,7 +8,7 @@ import functools
 import math
 
 ROWS = 8
-"""Rows of a cycle: the newest token and up to five drafts, padded so that every depth has one shape."""
+"""Rows of a cycle: the newest token and up to five drafts, padded to one shape for every depth."""
 
 MAX_DEPTH = 5
 """Most drafts a cycle verifies."""
@@ -59,8 +59,8 @@ class ModelConfig:
 
     def __post_init__(self):
         """Checks every field against the others; raises ValueError naming the first that is off."""
-        positive = "num_layers hidden ffn vocab heads kv_heads head_width key_heads value_heads gdn_width context"
-        for name in positive.split():
+        positive = "num_layers hidden ffn vocab heads kv_heads head_width"
+        for name in f"{positive} key_heads value_heads gdn_width context".split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if len(self.recurrent) != self.num_layers:

@@ -7,6 +7,7 @@ themselves, through `trim`, `tojson`, slicing and joining alike. A control token
 text has its guard character, so the template wrote it; in the rest the stand-ins are turned back.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,7 +15,13 @@ _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 
 
 
 class ControlGuard:
-    """Stand-ins for the guard characters of a set of control tokens."""
+    """Stand-ins for the guard characters of a set of control tokens.
+
+    Attributes:
+      guards: the guard characters.
+    """
+
+    guards: tuple[str, ...]
 
     def __init__(self, tokens: Iterable[str], literals: Iterable[str], strings: Iterable[str]):
         """Chooses guards and stand-ins.
@@ -36,17 +43,17 @@ class ControlGuard:
             self._stand_ins = {guard: next(free) for guard in guards}
         except StopIteration:
             raise ValueError("a conversation must not use every private-use character") from None
-        self._reveal = str.maketrans({stand: guard for guard, stand in self._stand_ins.items()})
-        self._kept = [
-            (literal, i)
-            for literal in literals
-            for i, char in enumerate(literal)
-            if char in self._stand_ins and not self._fits(literal, i)
-        ]
+        self.guards = tuple(guards)
+        self._any_guard = re.compile("|".join(map(re.escape, guards)) or "(?!)")
+        self._kept: dict[str, list[tuple[str, int]]] = {guard: [] for guard in guards}
+        for literal in literals:
+            for match in self._any_guard.finditer(literal):
+                if not self._fits(literal, match.start()):
+                    self._kept[match[0]].append((literal, match.start()))
 
     def concerns(self, string: str) -> bool:
         """Whether the string holds any guard character."""
-        return any(guard in string for guard in self._stand_ins)
+        return self._any_guard.search(string) is not None
 
     def hide_all(self, string: str) -> str:
         """Puts a stand-in for every guard character that is not inside a literal of the template.
@@ -56,7 +63,8 @@ class ControlGuard:
         """
 
         def in_literal(i: int) -> bool:
-            return any(i >= at and string.startswith(kept, i - at) for kept, at in self._kept)
+            kept = self._kept[string[i]]
+            return any(i >= at and string.startswith(literal, i - at) for literal, at in kept)
 
         return self._hide(string, lambda i: not in_literal(i))
 
@@ -68,15 +76,15 @@ class ControlGuard:
 
     def reveal(self, text: str) -> str:
         """Turns stand-ins back."""
-        return text.translate(self._reveal)
+        for guard, stand_in in self._stand_ins.items():
+            text = text.replace(stand_in, guard)
+        return text
 
     def _hide(self, string: str, hidden: Callable[[int], bool]) -> str:
-        if not self.concerns(string):
-            return string
-        return "".join(
-            self._stand_ins[char] if char in self._stand_ins and hidden(i) else char
-            for i, char in enumerate(string)
-        )
+        def stand_in(match: re.Match[str]) -> str:
+            return self._stand_ins[match[0]] if hidden(match.start()) else match[0]
+
+        return self._any_guard.sub(stand_in, string)
 
     def _fits(self, text: str, at: int) -> bool:
         """Whether the guard character at `at` may be a token's, as far as `text` shows."""

@@ -186,14 +186,14 @@ class Conversation:
     def _ask(self, sampling: Sampling, depth: DepthPolicy, remaining: int, stop_ids) -> None:
         """Puts a request into the state; tokens so far are its prompt."""
         config = self.programs.config
-        seen = np.zeros(config.vocab, bool)
-        seen[self.ids] = True
-        chosen = initial_sampling_state(sampling, config.vocab, config.vocab_used)
+        chosen = initial_sampling_state(
+            sampling, config.vocab, config.vocab_used, prompt=self.ids
+        )
         stops = np.full(MAX_STOP_IDS, -1, np.int32)
         unique = sorted(set(stop_ids))
         stops[: len(unique)] = unique
         request = Request(
-            sampling=dataclasses.replace(chosen, prompt_seen=seen),
+            sampling=chosen,
             stop_ids=stops,
             remaining=np.int32(remaining),
             depth=np.int32(depth.depth),

@@ -14,7 +14,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from openjet_jax.config import ROWS, ModelConfig
 from openjet_jax.draft import mtp_block, mtp_fill
@@ -158,7 +158,7 @@ def _draft(
 
     def step(i, carry):
         tokens, hidden, start, newest, drafts, kv = carry
-        live = row < newest + (depth > 0)
+        live = row < newest + jnp.minimum(depth, 1)
         out, kv = mtp_block(tokens, hidden, start, live, kv, weights, config)
         out = lax.dynamic_index_in_dim(out, newest, keepdims=False)
         with jax.named_scope("draft_head"):

@@ -16,7 +16,8 @@ def rms_norm(
     x: Float[Array, "*rows width"], weight: Float[Array, " width"], eps: float
 ) -> Float[Array, "*rows width"]:
     """Returns `x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang, Sennrich 2019)."""
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * weight
+    scale = jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
+    return x * scale * jnp.expand_dims(weight, range(x.ndim - 1))
 
 
 def l2_norm(x: Float[Array, "*rows width"], eps: float) -> Float[Array, "*rows width"]:
@@ -36,7 +37,7 @@ def rotate(
     frequencies = jnp.asarray(
         [config.rope_theta ** (-2 * i / config.rotary) for i in range(half)], jnp.float32
     )
-    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
     left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin, rest], -1)
@@ -108,8 +109,8 @@ def deltanet_inputs(
     """
     u = project(h, weights.qkv, layer)
     window = jnp.concatenate([history, u])
-    taps = weights.conv[layer]
-    mixed = sum(taps[:, j] * window[j : j + u.shape[0]] for j in range(config.conv_taps))
+    taps = weights.conv[layer][None]
+    mixed = sum(taps[..., j] * window[j : j + u.shape[0]] for j in range(config.conv_taps))
     mixed = jax.nn.silu(mixed)
     keys, width = config.key_heads * config.gdn_width, config.gdn_width
     q, k, v = (
@@ -121,7 +122,7 @@ def deltanet_inputs(
         q=l2_norm(q, config.eps) * jnp.float32(width**-0.5),
         k=l2_norm(k, config.eps),
         v=v,
-        g=weights.decay[layer] * jax.nn.softplus(a + weights.dt_bias[layer]),
+        g=weights.decay[layer][None] * jax.nn.softplus(a + weights.dt_bias[layer][None]),
         beta=jax.nn.sigmoid(b),
     )
     return rows, window

@@ -7,6 +7,8 @@ close, and a draft is accepted if and only if it *is* the row's token: text does
 drafts at all. Rows never look at each other.
 """
 
+from collections.abc import Sequence
+
 import equinox as eqx
 import jax
 import jax.extend
@@ -25,7 +27,7 @@ class SamplingState(eqx.Module):
       temperature, top_k, top_p, min_p, repetition, presence, frequency: as in `Sampling`.
       seed: low and high word.
       bias: added to the logits, dense over the vocabulary.
-      prompt_seen: whether a token is in the prompt.
+      prompt_seen: whether a token stands before the request's output, in whatever turn.
       counts: times each token was generated in this request.
     """
 
@@ -42,13 +44,16 @@ class SamplingState(eqx.Module):
     counts: Int[Array, " vocab"]
 
 
-def initial_sampling_state(sampling: Sampling, vocab: int, vocab_used: int) -> SamplingState:
-    """Returns the state of a request that has seen no token yet. Compiles nothing.
+def initial_sampling_state(
+    sampling: Sampling, vocab: int, vocab_used: int, prompt: Sequence[int] = ()
+) -> SamplingState:
+    """Returns the state of a request that has generated no token yet. Compiles nothing.
 
     Args:
       sampling: the settings.
       vocab: rows of the head, padding included.
       vocab_used: ids at and above it are padding.
+      prompt: all ids before the request's own output, earlier turns included.
 
     Raises:
       ValueError: if a token with a bias is padding or not in the vocabulary.
@@ -58,6 +63,8 @@ def initial_sampling_state(sampling: Sampling, vocab: int, vocab_used: int) -> S
         if token >= vocab_used:
             raise ValueError(f"logit_bias: token {token} must be below {vocab_used=}; remove it")
         bias[token] = value
+    prompt_seen = np.zeros(vocab, bool)
+    prompt_seen[np.asarray(prompt, np.int64)] = True
     low, high = sampling.seed & 0xFFFFFFFF, sampling.seed >> 32
     arrays = {
         "temperature": np.float32(sampling.temperature),
@@ -69,44 +76,20 @@ def initial_sampling_state(sampling: Sampling, vocab: int, vocab_used: int) -> S
         "frequency": np.float32(sampling.frequency_penalty),
         "seed": np.array([low, high], np.uint32),
         "bias": bias,
-        "prompt_seen": np.zeros(vocab, bool),
+        "prompt_seen": prompt_seen,
         "counts": np.zeros(vocab, np.int32),
     }
     return SamplingState(**{name: jnp.asarray(value) for name, value in arrays.items()})
-
-
-def next_request(state: SamplingState, settings: SamplingState) -> SamplingState:
-    """Returns the state of a conversation's next request: all tokens so far are its prompt.
-
-    Args:
-      state: the request that ended.
-      settings: the initial state of the next one; its settings are taken, its tokens are not.
-    """
-    seen = state.prompt_seen | (state.counts > 0)
-    return eqx.tree_at(
-        lambda s: (s.prompt_seen, s.counts), settings, (seen, jnp.zeros_like(state.counts))
-    )
-
-
-def observe_prompt(
-    state: SamplingState, ids: Int[Array, " n"], count: Int[Array, ""] | int
-) -> SamplingState:
-    """Returns the state after the first `count` of `ids` were read as part of the prompt."""
-    seen = state.prompt_seen.at[_live(ids, count, state)].set(True, mode="drop")
-    return eqx.tree_at(lambda s: s.prompt_seen, state, seen)
 
 
 def observe(
     state: SamplingState, tokens: Int[Array, " n"], count: Int[Array, ""] | int
 ) -> SamplingState:
     """Returns the state after the first `count` of `tokens` were generated."""
-    counts = state.counts.at[_live(tokens, count, state)].add(1, mode="drop")
+    vocab = state.counts.shape[0]
+    live = jnp.where(jnp.arange(tokens.shape[0]) < count, tokens, vocab)
+    counts = state.counts.at[live].add(1, mode="drop")
     return eqx.tree_at(lambda s: s.counts, state, counts)
-
-
-def _live(ids, count, state: SamplingState) -> Int[Array, " n"]:
-    """Returns the first `count` ids, and an id that scatters drop in place of the others."""
-    return jnp.where(jnp.arange(ids.shape[0]) < count, ids, state.counts.shape[0])
 
 
 def adjust(
@@ -205,7 +188,7 @@ def choose(
     logits = jnp.nan_to_num(logits, nan=-jnp.inf, posinf=None, neginf=-jnp.inf)
     logits = jnp.where(logits == 0, 0, logits)  # -0 and 0 are equals
     if kind.method == "greedy":
-        return ids[jnp.argmax(logits, axis=-1)]
+        return ids[_first_best(logits)]
     tokens = ids[None]
     if kind.method == "top_k":
         logits, index = best_candidates(logits)
@@ -218,8 +201,14 @@ def choose(
         noisy = jnp.where(keep_candidates(jnp.exp(scores), *limits), noisy, -jnp.inf)
     elif kind.method == "full":
         noisy = jnp.where(keep_tokens(logits, jnp.exp(scores), *limits), noisy, -jnp.inf)
-    winner = jnp.argmax(noisy, axis=-1, keepdims=True)
+    winner = _first_best(noisy)[:, None]
     return jnp.take_along_axis(jnp.broadcast_to(tokens, noisy.shape), winner, axis=-1)[:, 0]
+
+
+def _first_best(x: Float[Array, "rows n"]) -> Int[Array, " rows"]:
+    """Returns the argmax without NaN; two plain reductions, five times argmax's speed on a CPU."""
+    position = jnp.arange(x.shape[-1], dtype=jnp.int32)[None]
+    return jnp.where(x == x.max(axis=-1, keepdims=True), position, x.shape[-1]).min(axis=-1)
 
 
 def accept(

@@ -180,12 +180,13 @@ class Tokenizer:
         Raises:
           ValueError: the id is not in 0..vocab_size - 1.
         """
+        token_id = int(token_id)
         found = self._bytes.get(token_id)
         if found is None:
             if not 0 <= token_id < self.vocab_size:
                 raise ValueError(f"token id {token_id} must be in 0..{self.vocab_size - 1}")
-            text = self._model.id_to_token(int(token_id)) or ""
-            found = self._bytes[int(token_id)] = bytes(BYTE_OF_CHAR[char] for char in text)
+            text = self._model.id_to_token(token_id) or ""
+            found = self._bytes[token_id] = bytes(BYTE_OF_CHAR[char] for char in text)
         return found
 
     def decode(self, token_ids: Iterable[int], skip_special: bool = True) -> str:
@@ -222,8 +223,7 @@ class Detokenizer:
         Raises:
           ValueError: the id is out of range.
         """
-        token_id = int(token_id)
-        if token_id in self._skipped:
+        if int(token_id) in self._skipped:
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 

@@ -53,6 +53,7 @@ def attention_reference(
         values = lax.dynamic_slice_in_dim(v, start, BLOCK).astype(jnp.float32)
         seen = (at[None, :] <= positions[:, None]) & (at[None, :] >= first)
         values = jnp.where(jnp.any(seen, 0)[:, None, None], values, 0.0)
+        seen = seen[None, None]
         scores = jnp.einsum("kgrd,tkd->kgrt", grouped, keys, precision="highest")
         scores = jnp.where(seen, scores, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(scores, -1, keepdims=True))

@@ -107,7 +107,7 @@ def unit_lower_inverse(a: Float[Array, "... 64 64"]) -> Float[Array, "... 64 64"
 
     A is nilpotent, so with M = -A the product (I+M)(I+M^2)(I+M^4)...(I+M^32) is exact.
     """
-    eye = jnp.eye(CHUNK, dtype=a.dtype)
+    eye = jnp.broadcast_to(jnp.eye(CHUNK, dtype=a.dtype), a.shape)
     power = -a
     inverse = eye + power
     for _ in range(5):
@@ -142,8 +142,8 @@ def delta_rule_chunked(
     q, k = chunked(_spread(rows.q, heads)), chunked(_spread(rows.k, heads))
     v, beta = chunked(rows.v), chunked(rows.beta)
     log_decay = jnp.cumsum(chunked(rows.g), axis=-1)
-    lower = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
     exponent = log_decay[..., :, None] - log_decay[..., None, :]
+    lower = jnp.tril(jnp.ones(exponent.shape, bool))
     decay = jnp.where(lower, jnp.exp(jnp.where(lower, exponent, 0.0)), 0.0)
     keys = jnp.einsum("nhid,nhjd->nhij", k, k, precision=HIGHEST)
     a = jnp.where(jnp.tril(lower, -1), beta[..., None] * keys * decay, 0.0)

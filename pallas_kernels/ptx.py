@@ -166,6 +166,11 @@ def _asm(text: str, *operands, results: Sequence[ir.Type] = (), effects: bool = 
     )
 
 
+def _pure(text: str, *operands, result: Callable[[], ir.Type]) -> ir.Value:
+    (value,) = _asm(text, *operands, results=[result()], effects=False)
+    return value
+
+
 # Where a thread is, and control flow.
 
 
@@ -182,19 +187,22 @@ def uniform(word: Word) -> Word:
 
 def block_index() -> Word:
     """Returns this block's index in a one-dimensional grid."""
-    (value,) = _asm("mov.u32 $0, %ctaid.x;", results=[_i32()], effects=False)
-    return Word(value)
+    return Word(_pure("mov.u32 $0, %ctaid.x;", result=_i32))
 
 
 def cluster_rank() -> Word:
     """Returns this block's index in its cluster."""
-    (value,) = _asm("mov.u32 $0, %cluster_ctarank;", results=[_i32()], effects=False)
-    return Word(value)
+    return Word(_pure("mov.u32 $0, %cluster_ctarank;", result=_i32))
 
 
 def select(predicate: ir.Value, on_true: Word | int, on_false: Word | int) -> Word:
     """Returns one of two words."""
     return Word(arith.select(predicate, _word(on_true).value, _word(on_false).value))
+
+
+def select_float(predicate: ir.Value, on_true: Float, on_false: Float) -> Float:
+    """Returns one of two floats."""
+    return Float(arith.select(predicate, on_true.value, on_false.value))
 
 
 @contextlib.contextmanager
@@ -217,6 +225,73 @@ def loop(start: Word | int, stop: Word | int, step: Word | int, carry: Any, body
             raise ValueError(f"a loop's body must keep its carry: {tree} became {result_tree}")
         scf.yield_(result)
     return jax.tree.unflatten(tree, list(operation.results))
+
+
+# Arithmetic.
+
+
+def fma(a: Float, b: Float, c: Float) -> Float:
+    """Returns `a * b + c`, rounded once."""
+    return Float(_pure("fma.rn.f32 $0, $1, $2, $3;", a, b, c, result=_f32))
+
+
+def permute_bytes(low: Word, high: Word | int, selector: int) -> Word:
+    """Returns four bytes picked from eight (low's are 0-3), one selector nibble each."""
+    text = f"prmt.b32 $0, $1, $2, {selector:#x};"
+    return Word(_pure(text, low, _word(high), result=_i32))
+
+
+def bits_or(word: Word, mask: int, pattern: int | Word) -> Word:
+    """Returns `word & mask | pattern`, one instruction."""
+    return Word(
+        _pure("lop3.b32 $0, $1, $2, $3, 0xea;", word, Word(mask), _word(pattern), result=_i32)
+    )
+
+
+def add_halves(a: Word, b: Word | int) -> Word:
+    """Returns the sums of two pairs of float16."""
+    return Word(_pure("add.rn.f16x2 $0, $1, $2;", a, _word(b), result=_i32))
+
+
+def half_to_float(word: Word, high: bool) -> Float:
+    """Returns one float16 of a pair as float32."""
+    pair = "_, h" if high else "h, _"
+    text = f"{{ .reg .b16 h; mov.b32 {{{pair}}}, $1; cvt.f32.f16 $0, h; }}"
+    return Float(_pure(text, word, result=_f32))
+
+
+def byte_to_float(word: Word, index: int, signed: bool = False) -> Float:
+    """Returns byte `index` of a word as float32."""
+    kind = "s" if signed else "u"
+    text = (
+        f"{{ .reg .b32 b; bfe.{kind}32 b, $1, {8 * index}, 8; cvt.rn.f32.{kind}32 $0, b; }}"
+    )
+    return Float(_pure(text, word, result=_f32))
+
+
+def as_float(word: Word) -> Float:
+    """Returns the float32 of the same bits."""
+    return Float(arith.bitcast(_f32(), word.value))
+
+
+def mma(a: Sequence[Word], b: Sequence[Word], c: Sequence[Float]) -> list[Float]:
+    """Returns this thread's part of `A @ B + C`: float16 A [16, 16], B [16, 8], float32 C [16, 8].
+
+    Lane 4 g + t holds A[g, 2t:2t+2], A[g+8, ...], A[g, 2t+8:2t+10], A[g+8, ...] in four words,
+    B[2t:2t+2, g], B[2t+8:2t+10, g] in two, and C[g, 2t:2t+2], C[g+8, 2t:2t+2] in four floats.
+    """
+    text = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7},"
+        " {$8, $9}, {$10, $11, $12, $13};"
+    )
+    values = mosaic.inline_ptx(
+        text,
+        *(r.value for r in (*a, *b, *c)),
+        result_types=(_f32(),) * 4,
+        has_side_effects=False,
+        convergent=True,
+    )
+    return [Float(value) for value in values]
 
 
 # Memory.
@@ -251,6 +326,13 @@ def load_global(address: ir.Value, offset: int = 0, words: int = 1) -> list[Word
     vector, names = _vector(words, 0)
     text = f"ld.global.nc.L1::no_allocate{vector}.b32 {names}, [${words}+{offset}];"
     return [Word(v) for v in _asm(text, address, results=[_i32()] * words)]
+
+
+def load_shared_floats(address: Word, offset: int = 0, words: int = 1) -> list[Float]:
+    """Returns 1, 2 or 4 consecutive float32 of shared memory."""
+    vector, names = _vector(words, 0)
+    text = f"ld.shared{vector}.f32 {names}, [${words}+{offset}];"
+    return [Float(v) for v in _asm(text, address, results=[_f32()] * words)]
 
 
 def load_global_coherent(address: ir.Value, offset: int = 0) -> Word:
@@ -339,6 +421,21 @@ def copy_bulk_cached(shared: Word, source: ir.Value, num_bytes: int, barrier: Wo
     )
 
 
+def remote_address(address: Word, rank: int) -> Word:
+    """Returns the cluster-wide address of a shared-memory address in the block of this rank."""
+    return Word(_pure(f"mapa.shared::cluster.u32 $0, $1, {rank};", address, result=_i32))
+
+
+def send(remote: Word, value: Float, remote_barrier: Word) -> None:
+    """Stores four bytes in another block of the cluster, counted by a barrier there."""
+    _asm(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [$0], $1, [$2];",
+        remote,
+        Word(arith.bitcast(_i32(), value.value)),
+        remote_barrier,
+    )
+
+
 def sync_threads(name: Word | int, num_threads: int) -> None:
     """Waits for a named group of this many threads; name 0 is the whole block's."""
     _asm(f"bar.sync $0, {num_threads};", _word(name))
@@ -357,3 +454,8 @@ def wait_previous_kernel() -> None:
 def launch_next_kernel() -> None:
     """Lets the next kernel's blocks start as soon as this one's leave room."""
     _asm("griddepcontrol.launch_dependents;")
+
+
+def sync_cluster() -> None:
+    """Waits for every thread of every block of the cluster."""
+    _asm("barrier.cluster.arrive; barrier.cluster.wait;")

@@ -12,6 +12,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
     os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
-    cache = pathlib.Path(config.rootpath, ".pytest_cache", "jax")
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
+    cache = pathlib.Path(config.rootpath, ".pytest_cache")
+    os.environ.setdefault("OPENJET_CACHE", str(cache / "openjet"))
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache / "jax"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")

@@ -11,12 +11,16 @@ OUTSIDE = {"tests", "bench"}
 # Inside openjet_jax a module imports only from groups before its own, or from its own.
 ORDER = [
     {"config"},
-    {"state", "weights"},
-    {"checkpoint", "stacks", "layers"},
-    {"model", "draft", "sampling"},
+    {"settings"},
+    {"filters", "weights"},
+    {"sampling", "draft_vocabulary", "checkpoint", "stacks"},
+    {"state", "layers"},
+    {"model", "draft"},
     {"cycle", "prefill"},
     {"compiled"},
+    {"loading", "conversation"},
     {"engine"},
+    {"scoring", "profiling", "chat_loop"},
     {"__init__"},
 ]
 RANK = {module: rank for rank, group in enumerate(ORDER) for module in group}

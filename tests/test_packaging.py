@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return next(out.glob("*.whl"))
 
 
-def test_the_wheel_holds_every_module_as_a_real_file_and_no_top_level_convert(wheel: pathlib.Path):
+def test_the_wheel_holds_every_module_and_the_model_and_no_top_level_convert(wheel: pathlib.Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     for package, folder in (
         ("openjet_jax", "openjet_jax"),
@@ -46,6 +46,7 @@ def test_the_wheel_holds_every_module_as_a_real_file_and_no_top_level_convert(wh
     ):
         assert {f"{package}/{path.name}" for path in (ROOT / folder).glob("*.py")} <= names
     assert {"openjet_jax/py.typed", "pallas_kernels/py.typed"} <= names
+    assert "openjet_jax/tiny/openjet-tiny-code-Q4_K_M.gguf" in names
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"openjet_jax", "pallas_kernels"}
 

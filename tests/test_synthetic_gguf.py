@@ -1,6 +1,7 @@
 """The files that measurements run on are what they say: stock sizes, formats, a whole tokenizer."""
 
 import collections
+import dataclasses
 import math
 import pathlib
 
@@ -9,6 +10,7 @@ import pytest
 from gguf import GGUFReader, dequantize
 from tokenizers import Tokenizer, models
 
+import openjet_jax as oj
 from bench.synthetic_blocks import FORMATS, fitting, random_blocks
 from bench.synthetic_gguf import VOCAB, published, resized, write
 from bench.synthetic_tensors import RECIPES, tensors
@@ -124,3 +126,11 @@ def test_text_tokenizes_through_the_merges(small: pathlib.Path):
     assert len(vocab) == SMALL.vocab
     bpe = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
     assert bpe.encode("\u0120the\u010a\u010a").tokens == ["\u0120t", "he", "\u010a\u010a"]
+
+
+def test_the_engine_reads_a_file_and_its_activations_stay_near_one(small: pathlib.Path):
+    model = oj.load(str(small))
+    assert dataclasses.replace(model.config, eps=SMALL.eps) == SMALL
+    ids = model.tokenizer.encode("the cat sat on the mat")
+    logits = np.asarray(oj.score(model, np.array(ids))["logits"])[:, : SMALL.vocab_used]
+    assert 2 < logits.std() < 4, "the head's gain is 3 for inputs of one"

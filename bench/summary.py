@@ -1,0 +1,150 @@
+"""The figures the project states: written by measuring scripts, shown in README.md, never by hand.
+
+    python -m bench.summary          rewrite README.md's table from bench/results/*/summary.json
+    python -m bench.summary --check  only say whether it is up to date
+
+A script calls `record`; a figure measured again replaces the one of the same name.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from bench.manifest import ROOT, device_folder, manifest
+
+RESULTS = ROOT / "bench" / "results"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- figures: made by bench.summary -->", "<!-- end of figures -->"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One measured number.
+
+    Attributes:
+      name: what was measured; unique on a device.
+      value: the number.
+      unit: of the value, such as us, tok/s, GB/s, %.
+      better: whether higher or lower is better.
+      must, aim: the bound and the goal set beforehand, in the same unit.
+      share_of_limit: value over what the hardware allows, 1 being all of it.
+      peer: the same figure of the best comparable engine, in the same unit.
+    """
+
+    name: str
+    value: float
+    unit: str
+    better: Literal["higher", "lower"]
+    must: float | None = None
+    aim: float | None = None
+    share_of_limit: float | None = None
+    peer: float | None = None
+
+    def __post_init__(self):
+        """Raises ValueError for a value that is no number, or an unknown direction."""
+        if not math.isfinite(self.value):
+            raise ValueError(f"{self.name}: {self.value=} must be a finite number")
+        if self.better not in ("higher", "lower"):
+            raise ValueError(f"{self.name}: {self.better=} must be 'higher' or 'lower'")
+
+
+def record(script: str, figures: Iterable[Figure], results: pathlib.Path = RESULTS) -> pathlib.Path:
+    """Files figures under this machine's device, and returns the summary's path.
+
+    `<device>/<script>.json` holds this run's manifest and figures; `<device>/summary.json` the
+    newest figure of every name, each with its commit, date and script.
+
+    Args:
+      script: the measuring script's path in the repository, such as bench/decode.py.
+      figures: what it measured.
+      results: directory of all devices.
+    """
+    facts, measured = manifest(), [dataclasses.asdict(figure) for figure in figures]
+    folder = results / device_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    run = folder / f"{pathlib.Path(script).stem}.json"
+    run.write_text(json.dumps({"manifest": facts, "figures": measured}, indent=1) + "\n")
+    summary = folder / "summary.json"
+    kept = json.loads(summary.read_text()) if summary.exists() else []
+    merged = {figure["name"]: figure for figure in kept}
+    origin = {"commit": facts["commit"], "date": facts["date"], "script": script}
+    merged |= {figure["name"]: figure | origin for figure in measured}
+    summary.write_text(json.dumps(list(merged.values()), indent=1) + "\n")
+    return summary
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def table(results: pathlib.Path = RESULTS) -> str:
+    """Returns a Markdown table of every device's figures, empty where there are none.
+
+    Args:
+      results: directory that `record` wrote to.
+    """
+    columns = ("figure", "value", "must", "aim", "share of limit", "peer", "script", "commit, date")
+    parts = []
+    for path in sorted(results.glob("*/summary.json")):
+        lines = [f"**{path.parent.name}**", "", f"| {' | '.join(columns)} |", "|---" * 8 + "|"]
+        lines += [f"| {' | '.join(_row(figure))} |" for figure in json.loads(path.read_text())]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _row(figure: dict[str, Any]) -> list[str]:
+    share = figure["share_of_limit"]
+    return [
+        figure["name"],
+        f"{_number(figure['value'])} {figure['unit']}",
+        _number(figure["must"]),
+        _number(figure["aim"]),
+        "" if share is None else f"{share:.0%}",
+        _number(figure["peer"]),
+        f"`{figure['script']}`",
+        f"{figure['commit'] or 'unknown'}, {figure['date'][:10]}",
+    ]
+
+
+def with_table(text: str, figures: str) -> str:
+    """Returns a document with what stands between its markers replaced.
+
+    Args:
+      text: a Markdown document.
+      figures: the new table.
+
+    Raises:
+      ValueError: the document lacks the markers.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"the document must hold {BEGIN!r} and {END!r} once each")
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    inside = f"\n\n{figures}\n\n" if figures else "\n"
+    return before + BEGIN + inside + END + after
+
+
+def main() -> int:
+    """Runs the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Make README.md's table from measured figures.")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail when it is old")
+    check = parser.parse_args().check
+    text = README.read_text()
+    wanted = with_table(text, table())
+    if not check:
+        README.write_text(wanted)
+    elif wanted != text:
+        print("README.md's table is not up to date: run python -m bench.summary", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""One warp in NumPy: the instructions of `pallas_kernels.ptx` over arrays of 32 lanes."""
+
+import numpy as np
+
+
+def Float(value):  # noqa: N802 (the name of the instruction set's type)
+    return np.full(32, value, np.float32)
+
+
+class Memory:
+    """Shared memory as bytes; addresses are arrays of 32."""
+
+    def __init__(self, words: np.ndarray):
+        self.words = np.ascontiguousarray(words, np.uint32)
+
+    def load_shared(self, address, offset=0, words=1):
+        index = (address.astype(np.int64) + offset) // 4
+        return [self.words[index + i] for i in range(words)]
+
+
+class Instructions(Memory):
+    Float = staticmethod(Float)
+
+    @staticmethod
+    def fma(a, b, c):
+        return (a.astype(np.float64) * b + c).astype(np.float32)
+
+    @staticmethod
+    def permute_bytes(low, high, selector):
+        both = low.astype(np.uint64) | (np.uint64(high) << np.uint64(32))
+        result = np.zeros(32, np.uint64)
+        for i in range(4):
+            byte = (both >> np.uint64(8 * (selector >> 4 * i & 7))) & np.uint64(255)
+            result |= byte << np.uint64(8 * i)
+        return result.astype(np.uint32)
+
+    @staticmethod
+    def bits_or(word, mask, pattern):
+        return word & np.uint32(mask) | np.uint32(pattern)
+
+    @staticmethod
+    def add_halves(a, b):
+        b = np.broadcast_to(np.asarray(b, np.uint32), a.shape).copy()
+        return (a.view(np.float16) + b.view(np.float16)).view(np.uint32)
+
+    @staticmethod
+    def half_to_float(word, high):
+        return word.view(np.float16)[int(high) :: 2].astype(np.float32)
+
+    @staticmethod
+    def byte_to_float(word, index, signed=False):
+        byte = (word >> np.uint32(8 * index) & np.uint32(255)).astype(np.uint8)
+        return (byte.view(np.int8) if signed else byte).astype(np.float32)
+
+    @staticmethod
+    def mma(a, b, c):
+        g, t = np.arange(32) // 4, np.arange(32) % 4
+        left, right = np.zeros((16, 16)), np.zeros((16, 8))
+        for i, word in enumerate(a):
+            pair = word.view(np.float16).reshape(32, 2).astype(np.float64)
+            for o in range(2):
+                left[g + 8 * (i % 2), 2 * t + o + 8 * (i // 2)] = pair[:, o]
+        for i, word in enumerate(b):
+            pair = word.view(np.float16).reshape(32, 2).astype(np.float64)
+            for o in range(2):
+                right[2 * t + o + 8 * i, g] = pair[:, o]
+        product = left @ right
+        return [
+            (product[g + 8 * (i // 2), 2 * t + i % 2] + c[i]).astype(np.float32) for i in range(4)
+        ]
+
+
+class Operand:
+    """The prepared activations that block `index` of a row meets."""
+
+    def __init__(self, activations, index: int):
+        lane = np.arange(32)
+        runs = np.asarray(activations.values)[8 * index : 8 * index + 8]
+        self.values = runs.view(np.uint32).reshape(8, -1, 32, 4)  # run, tile, lane, word
+        starts = np.asarray(activations.starts)
+        per_block = len(starts) // (len(activations.values) // 8)
+        self.starts = starts[index * per_block : (index + 1) * per_block][:, :, lane % 4]
+        self.all_sums = np.asarray(activations.sums)[index]
+
+    def fragments(self, run, tile):
+        return list(self.values[run, tile].T.copy())
+
+    def start(self, run, tile):
+        return list(self.starts[run, tile].T.copy())
+
+    def sums(self, tile):
+        return list(self.all_sums[tile].T.copy())
+
+
+def unit_product(block, words: np.ndarray, activations) -> np.ndarray:
+    """Returns [R, 16]: one unit's outputs, before the activations' scales."""
+    lane = np.arange(32, dtype=np.uint32)
+    num_tiles = np.asarray(activations.values).shape[1] // 8
+    totals = [[Float(0.0)] * 4 for _ in range(num_tiles)]
+    for index in range(words.size // block.words):
+        isa = Instructions(words[index * block.words : (index + 1) * block.words])
+        loaded = block.load(isa, np.zeros(32, np.uint32), lane)
+        totals = block.product(isa, loaded, Operand(activations, index), totals)
+    g, t = np.arange(32) // 4, np.arange(32) % 4
+    result = np.zeros((8 * num_tiles, 16), np.float32)
+    for tile, total in enumerate(totals):
+        for i in range(4):
+            result[8 * tile + 2 * t + i % 2, g + 8 * (i // 2)] = total[i]
+    return result

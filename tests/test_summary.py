@@ -1,0 +1,79 @@
+"""Figures reach the summary and the README only from the scripts that measured them."""
+
+import json
+import math
+import pathlib
+import subprocess
+
+import pytest
+
+from bench.manifest import commit, device_folder, manifest
+from bench.summary import BEGIN, END, README, Figure, record, table, with_table
+
+SPEED = Figure(
+    name="decode", value=12.5, unit="tok/s", better="higher", must=10, share_of_limit=0.5, peer=11.0
+)
+FIELDS = "name value unit better must aim share_of_limit peer commit date script".split()
+
+
+def test_the_manifest_says_what_ran_where():
+    facts = manifest()
+    assert facts["platform"] == "cpu" and facts["device"] and facts["date"].endswith("+00:00")
+    assert device_folder() == "cpu"
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_the_commit_is_the_repositorys():
+    root = pathlib.Path(__file__).parents[1]
+    done = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=root, text=True, capture_output=True, check=False
+    )
+    if done.returncode:
+        assert commit() is None
+    else:
+        assert done.stdout.startswith((commit() or "").removesuffix("-dirty")[:10])
+
+
+def test_a_recorded_figure_has_every_field(tmp_path: pathlib.Path):
+    path = record("bench/decode.py", [SPEED], tmp_path)
+    (figure,) = json.loads(path.read_text())
+    assert list(figure) == FIELDS
+    assert figure["script"] == "bench/decode.py" and figure["aim"] is None
+    run = json.loads((path.parent / "decode.json").read_text())
+    assert run["manifest"]["jax"] and run["figures"][0]["value"] == 12.5
+
+
+def test_a_figure_measured_again_replaces_its_namesake_and_no_other(tmp_path: pathlib.Path):
+    other = Figure(name="prefill", value=2.0, unit="tok/s", better="higher")
+    again = Figure(name="decode", value=13.0, unit="tok/s", better="higher")
+    record("bench/decode.py", [SPEED, other], tmp_path)
+    path = record("bench/decode.py", [again], tmp_path)
+    values = {figure["name"]: figure["value"] for figure in json.loads(path.read_text())}
+    assert values == {"decode": 13.0, "prefill": 2.0}
+
+
+def test_the_table_shows_each_device_and_leaves_unknown_cells_empty(tmp_path: pathlib.Path):
+    assert table(tmp_path) == ""
+    record("bench/decode.py", [SPEED], tmp_path)
+    text = table(tmp_path)
+    assert text.startswith("**cpu**")
+    assert "| decode | 12.5 tok/s | 10 |  | 50% | 11 | `bench/decode.py` |" in text
+
+
+def test_a_document_keeps_everything_outside_its_markers():
+    text = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    assert with_table(text, "new") == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
+    assert with_table(with_table(text, "new"), "") == f"before\n{BEGIN}\n{END}\nafter\n"
+    with pytest.raises(ValueError, match="must hold"):
+        with_table("no markers", "new")
+
+
+@pytest.mark.parametrize(("value", "better"), [(math.nan, "higher"), (1.0, "bigger")])
+def test_a_figure_that_says_nothing_is_refused(value: float, better):
+    with pytest.raises(ValueError, match="speed"):
+        Figure(name="speed", value=value, unit="s", better=better)
+
+
+def test_the_readme_shows_the_committed_figures():
+    text = README.read_text()
+    assert with_table(text, table()) == text, "run python -m bench.summary"
