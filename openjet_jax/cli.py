@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -104,7 +105,7 @@ def _generation_arguments(sub: argparse.ArgumentParser, *, max_new_tokens: int) 
     )
 
 
-def _settings(args: argparse.Namespace) -> dict[str, object]:
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the arguments of `stream` that options stand for."""
     from openjet_jax.settings import Sampling
 

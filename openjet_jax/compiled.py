@@ -9,6 +9,7 @@ donated to every program that returns one: no second copy of it is alive.
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -17,10 +18,10 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 from jax._src.config import enable_compilation_cache
 from jax.experimental import serialize_executable
 
@@ -34,7 +35,7 @@ from openjet_jax.settings import SamplingKind
 from openjet_jax.state import CycleInfo, DecodeState, initial_state
 from openjet_jax.weights import Weights
 
-type Executable = Callable[..., object]
+type Executable = Callable[..., Any]
 
 PACKAGES = ("openjet_jax", "pallas_kernels")
 
@@ -74,7 +75,7 @@ def environment() -> dict[str, str]:
     return {
         "code": code_version(),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "python": platform.python_version(),
         "device": f"{device.platform} {device.device_kind}",
         "runtime": str(device.client.platform_version),
@@ -215,7 +216,8 @@ class Programs:
             most=self.decode.cycles_per_dispatch,
         )
         args = (self.weight_specs, self.state_specs, count)
-        info = CycleInfo(*(0 for _ in dataclasses.fields(CycleInfo)))
+        leaf: Any = 0
+        info = CycleInfo(*(leaf for _ in dataclasses.fields(CycleInfo)))
         out = (self.state_specs, info, 0)
         return self._get(
             f"cycles_{kind.method}{'_adjusted' * kind.adjusted}_depth{max_depth}",

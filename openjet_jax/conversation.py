@@ -8,6 +8,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -188,19 +189,18 @@ class Conversation:
     def _ask(self, sampling: Sampling, depth: DepthPolicy, remaining: int, stop_ids) -> None:
         """Puts a request into the state; tokens so far are its prompt."""
         config = self.programs.config
-        chosen = initial_sampling_state(
-            sampling, config.vocab, config.vocab_used, prompt=self.ids
-        )
+        chosen = initial_sampling_state(sampling, config.vocab, config.vocab_used, prompt=self.ids)
         stops = np.full(MAX_STOP_IDS, -1, np.int32)
         unique = sorted(set(stop_ids))
         stops[: len(unique)] = unique
-        request = Request(
-            sampling=chosen,
-            stop_ids=stops,
-            remaining=np.int32(remaining),
-            depth=np.int32(depth.depth),
-            depth_after_rejection=np.int32(depth.after_rejection),
-        )
+        operands: dict[str, Any] = {
+            "sampling": chosen,
+            "stop_ids": stops,
+            "remaining": np.int32(remaining),
+            "depth": np.int32(depth.depth),
+            "depth_after_rejection": np.int32(depth.after_rejection),
+        }
+        request = Request(**operands)
         self.state = dataclasses.replace(
             self.state, request=request, num_drafts=np.int32(0), stopped=np.bool_(False)
         )

@@ -263,9 +263,7 @@ def half_to_float(word: Word, high: bool) -> Float:
 def byte_to_float(word: Word, index: int, signed: bool = False) -> Float:
     """Returns byte `index` of a word as float32."""
     kind = "s" if signed else "u"
-    text = (
-        f"{{ .reg .b32 b; bfe.{kind}32 b, $1, {8 * index}, 8; cvt.rn.f32.{kind}32 $0, b; }}"
-    )
+    text = f"{{ .reg .b32 b; bfe.{kind}32 b, $1, {8 * index}, 8; cvt.rn.f32.{kind}32 $0, b; }}"
     return Float(_pure(text, word, result=_f32))
 
 
