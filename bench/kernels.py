@@ -174,7 +174,7 @@ def _measure_cut(case, block, weights, tiles, layers, layer_bytes, roof) -> dict
 
         return jax.lax.fori_loop(0, layers, body, jnp.zeros((case.rows, 128)))
 
-    times = kernel_times_us(loop, x, weights, name="decode_product_kernel")
+    times = kernel_times_us(loop, x, weights, name="decode_product")
     us = float(np.median(times))
     return report | dict(
         us=us,

@@ -167,7 +167,9 @@ class Conversation:
         self._ask(sampling, depth, remaining, stop_ids)
         while remaining > 0:
             start = time.perf_counter()
-            self.state, infos, ran = program(self.weights, self.state, np.int32(count))
+            # The first token is shown as soon as it exists.
+            now = np.int32(count if self.stats.dispatches else 1)
+            self.state, infos, ran = program(self.weights, self.state, now)
             burst = _burst(jax.device_get((infos, ran)))
             seconds = time.perf_counter() - start
             remaining -= len(burst.token_ids)

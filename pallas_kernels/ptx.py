@@ -269,6 +269,15 @@ def byte_to_float(word: Word, index: int, signed: bool = False) -> Float:
     return Float(_pure(text, word, result=_f32))
 
 
+def silu(value: Float) -> Float:
+    """Returns `x / (1 + exp(-x))`, the exponential and the quotient good to 2 ulp."""
+    text = (
+        "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e,"
+        " 0f3F800000; rcp.approx.ftz.f32 e, e; mul.f32 $0, $1, e; }"
+    )
+    return Float(_pure(text, value, result=_f32))
+
+
 def as_float(word: Word) -> Float:
     """Returns the float32 of the same bits."""
     return Float(arith.bitcast(_f32(), word.value))
@@ -421,9 +430,9 @@ def copy_bulk_cached(shared: Word, source: ir.Value, num_bytes: int, barrier: Wo
     )
 
 
-def remote_address(address: Word, rank: int) -> Word:
+def remote_address(address: Word, rank: Word) -> Word:
     """Returns the cluster-wide address of a shared-memory address in the block of this rank."""
-    return Word(_pure(f"mapa.shared::cluster.u32 $0, $1, {rank};", address, result=_i32))
+    return Word(_pure("mapa.shared::cluster.u32 $0, $1, $2;", address, rank, result=_i32))
 
 
 def send(remote: Word, value: Float, remote_barrier: Word) -> None:
