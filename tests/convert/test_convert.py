@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import gguf
 import jax
@@ -31,6 +32,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "golden"
 SHARED = ROOT.parent / "shared" / "golden" / "qwen35"
 SMALL = DATA / "q4_1.gguf"
+TINY = ROOT / "openjet_jax" / "tiny" / "openjet-tiny-code-Q4_K_M.gguf"
+MALFORMED = ROOT / "tests" / "data" / "malformed"
 
 
 def convert(source: pathlib.Path, target: pathlib.Path, force: bool = False) -> pathlib.Path:
@@ -42,7 +45,7 @@ def values(weights: Weights, config: CheckpointConfig) -> dict[tuple[str, str], 
     packed: dict[tuple[str, int], list[tuple[TensorEntry, dict[str, np.ndarray]]]] = {}
     found = {}
     for entry in config.tensors:
-        leaf = weights
+        leaf: Any = weights
         for name in entry.field.split("."):
             leaf = getattr(leaf, name)
         if isinstance(leaf, Packed):
@@ -67,7 +70,7 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 def sources() -> list[pathlib.Path]:
     shared = sorted(SHARED.glob("*.gguf"))
-    return shared if shared else sorted(DATA.glob("*.gguf"))
+    return [TINY, *(shared or sorted(DATA.glob("*.gguf")))]
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: path.stem)
@@ -196,6 +199,24 @@ def test_a_weight_that_is_not_a_number_is_refused_by_name(tmp_path):
     with pytest.raises(GGUFError, match=r"output_norm\.weight has NaN"):
         convert(source, tmp_path / "model")
     assert os.listdir(tmp_path) == ["nan.gguf"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    json.loads((MALFORMED / "expected.json").read_text())["files"],
+    ids=lambda case: case["name"],
+)
+def test_a_malformed_file_leaves_no_checkpoint_and_a_sound_one_gives_a_whole(case, tmp_path):
+    target = tmp_path / "model"
+    try:
+        convert(MALFORMED / case["file"], target)
+    except (ValueError, OSError):
+        assert case["expect"] != "load"
+        assert os.listdir(tmp_path) == []
+    else:
+        assert case["expect"] != "error"
+        _, weights = load_weights(target)
+        assert weights.final_norm.size
 
 
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path, monkeypatch):
