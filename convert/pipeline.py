@@ -76,7 +76,7 @@ def convert_gguf(
       OSError: not enough room on the disk, or another refusal of the system.
     """
     source = Path(source)
-    target = default_destination(source) if destination is None else Path(destination)
+    target = default_destination(source.absolute()) if destination is None else Path(destination)
     target = target.resolve()
     if force and target.exists() and not is_checkpoint(target):
         raise FileExistsError(f"{target} is not a checkpoint; it is not replaced, even by force")

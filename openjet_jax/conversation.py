@@ -100,6 +100,14 @@ class Conversation:
         self.stats.ready_s += time.perf_counter() - start
         self.stats.compiled += self.programs.num_compiled - compiled
 
+    def check_room(self, count: int) -> None:
+        """Raises ValueError unless `count` more tokens fit the context."""
+        if len(self.ids) + count > self.decode.context:
+            raise ValueError(
+                f"{len(self.ids) + count} tokens do not fit context={self.decode.context}; "
+                "shorten the text or ask for a larger context"
+            )
+
     def read(self, ids: Sequence[int]) -> None:
         """Reads more tokens: all but the last go through the model, the last is the newest.
 
@@ -110,11 +118,7 @@ class Conversation:
           ValueError: there are none, one is outside the vocabulary, or the context is full.
         """
         new = checked_ids(ids, self.programs.config.vocab)
-        if len(self.ids) + len(new) > self.decode.context:
-            raise ValueError(
-                f"{len(self.ids) + len(new)} tokens do not fit context={self.decode.context}; "
-                "shorten the text or ask for a larger context"
-            )
+        self.check_room(len(new))
         known = np.asarray([*self.ids[-1:], *new], np.int32)
         sizes = chunk_sizes(self.decode.chunks, len(known) - 1)
         self.prepare(*(partial(self.programs.prefill, rows) for rows in sorted(set(sizes))))

@@ -17,6 +17,7 @@ from openjet_jax.config import DecodeConfig
 from openjet_jax.conversation import Conversation, checked_ids, chunk_sizes
 from openjet_jax.depth import DepthPolicy, parse_depth
 from openjet_jax.loading import Model
+from openjet_jax.sampling import initial_sampling_state
 from openjet_jax.settings import Sampling
 from openjet_jax.stats import Stats
 from openjet_jax.stop_strings import StopMatcher
@@ -25,6 +26,8 @@ from openjet_jax.tokenizer import Detokenizer
 type Prompt = str | Sequence[int] | np.ndarray | jax.Array
 
 DEFAULT_CONTEXT = 4096
+
+NOT_FINITE = "the model's logits are not finite: some of its weights are damaged or out of range"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,16 +113,34 @@ def _prompt_ids(model: Model, prompt, messages, template_options) -> list[int]:
     if (prompt is None) == (messages is None):
         raise ValueError("give either a prompt or messages")
     if messages is not None:
-        return model.render(messages, **(template_options or {}))
+        return model.render(messages, **_checked_options(template_options))
     if template_options:
         raise ValueError(f"{template_options=} has a meaning for messages only")
+    if not prompt if isinstance(prompt, str) else np.size(prompt) == 0:
+        raise ValueError("the prompt is empty; give at least one token")
     if isinstance(prompt, str):
         return model.tokenizer.encode(prompt)
     return checked_ids(prompt, model.config.vocab).tolist()
 
 
-def _depth(model: Model, depth: int | str | None) -> DepthPolicy:
-    """Returns the depth policy: as asked, else automatic where the model can draft."""
+def _checked_options(options) -> dict:
+    """Returns a template's options as keyword arguments."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping) or "messages" in options:
+        raise ValueError(
+            f"template_options={options!r:.80} must map the template's own variables to values, "
+            "such as {'enable_thinking': False}"
+        )
+    return dict(options)
+
+
+def depth_policy(model: Model, depth: int | str | None) -> DepthPolicy:
+    """Returns the policy asked for; for None the automatic one where the model can draft, else 0.
+
+    Raises:
+      ValueError: it is no depth, or asks for drafts that the model cannot make.
+    """
     policy = parse_depth(depth if depth is not None else "auto" if model.config.has_mtp else 0)
     if policy.max_depth and not model.config.has_mtp:
         raise ValueError(f"{depth=} asks for drafts, but {model.without_mtp}; use depth=0")
@@ -166,14 +187,20 @@ def stream(
       ValueError: a setting is off; the message names it, its limit and the way out.
     """
     sampling = sampling or Sampling()
-    policy, matcher = _depth(model, depth), StopMatcher(stop)
+    policy, matcher = depth_policy(model, depth), StopMatcher(stop)
     if max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be at least 1")
     if ignore_eos and stop_ids:
         raise ValueError(f"ignore_eos contradicts {stop_ids=}; leave one out")
-    ids = _prompt_ids(model, prompt, messages, template_options)
+    ids, config = _prompt_ids(model, prompt, messages, template_options), model.config
+    if stop_ids:
+        checked_ids(stop_ids, config.vocab)
+    initial_sampling_state(sampling, config.vocab, config.vocab_used)  # it checks logit_bias
     if conversation is None:
         conversation = Conversation(model.weights, programs_for(model, context, kv_dtype))
+    elif context is not None or kv_dtype is not None:
+        raise ValueError(f"{context=} and {kv_dtype=} are the conversation's own; leave them out")
+    conversation.check_room(len(ids))
     conversation.stats = stats = Stats(ready_s=conversation.stats.ready_s)
     stops = () if ignore_eos else model.tokenizer.stop_ids if stop_ids is None else stop_ids
     programs, sizes = conversation.programs, chunk_sizes(conversation.decode.chunks, len(ids))
@@ -196,6 +223,8 @@ def _pieces(model, bursts, matcher: StopMatcher, stats: Stats, max_new_tokens) -
     """Yields a piece for each burst, then ends at the first reason to."""
     detokenizer = Detokenizer(model.tokenizer)
     for burst in bursts:
+        if not np.isfinite(burst.logprobs).all():
+            raise ValueError(NOT_FINITE)
         text, used = "", 0
         for token in burst.token_ids:
             text += matcher.push(detokenizer.push(token))
