@@ -49,16 +49,26 @@ CASES = [
 ]
 
 
-def variants(case: Case) -> list[Tiles]:
+def variants() -> list[Tiles]:
     """Returns cuts worth trying beside the default."""
-    found = []
-    for cluster, grid in ((1, 132), (2, 132), (4, 128)):
-        for warpgroups in (2, 3, 4):
-            for stages in (2, 3, 4, 6, 8):
-                found.append(
-                    Tiles(warpgroups=warpgroups, stages=stages, cluster=cluster, grid=grid)
-                )
-    return found
+    return [
+        Tiles(warpgroups=warpgroups, stages=stages, cluster=cluster, grid=grid, prefetch=prefetch)
+        for cluster, grid, warpgroups, stages, prefetch in (
+            (1, 132, 3, 6, 0),
+            (1, 132, 3, 6, 8),
+            (1, 132, 3, 9, 0),
+            (1, 132, 3, 9, 8),
+            (1, 132, 3, 12, 0),
+            (1, 132, 4, 8, 0),
+            (2, 132, 3, 4, 0),
+            (2, 132, 3, 6, 0),
+            (2, 132, 3, 9, 0),
+            (2, 132, 3, 4, 8),
+            (2, 132, 4, 4, 0),
+            (4, 120, 3, 9, 0),
+            (4, 120, 3, 12, 0),
+        )
+    ]
 
 
 def make_planes(block, outputs: int, k: int, layer: int) -> dict[str, jax.Array]:
@@ -78,7 +88,8 @@ def make_planes(block, outputs: int, k: int, layer: int) -> dict[str, jax.Array]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _make_tiles(block, outputs: int, k: int, layer: jax.Array) -> jax.Array:
+def make_tiles(block, outputs: int, k: int, layer: jax.Array) -> jax.Array:
+    """Returns the random weights of one layer in tile order."""
     return block.tile(make_planes(block, outputs, k, layer))
 
 
@@ -133,7 +144,7 @@ def measure(case: Case, roof: float, cuts: list[Tiles], deadline: float) -> list
     layer_bytes = case.outputs // 16 * unit_words * 4
     layers = max(3, -(-200_000_000 // layer_bytes)) if layer_bytes < 500_000_000 else 2
     weights = jnp.stack(
-        [_make_tiles(block, case.outputs, case.k, jnp.int32(i)) for i in range(layers)]
+        [make_tiles(block, case.outputs, case.k, jnp.int32(i)) for i in range(layers)]
     )
     rows = []
     for tiles in cuts:
@@ -201,7 +212,7 @@ def main() -> None:
         if case.block not in BLOCKS or (arguments.only and case.name not in arguments.only):
             continue
         cuts = [default_tiles(BLOCKS[case.block], case.outputs, case.k, case.rows)]
-        cuts += [cut for cut in variants(case) if cut not in cuts] if arguments.sweep else []
+        cuts += [cut for cut in variants() if cut not in cuts] if arguments.sweep else []
         rows += measure(case, roof, cuts, deadline)
         document = dict(device=device_name(), roof_gb_s=roof, rows=rows)
         (arguments.out / "products.json").write_text(json.dumps(document, indent=1))
@@ -209,7 +220,7 @@ def main() -> None:
         tiles = row["tiles"]
         print(
             f"{row['name']:12} wg {tiles['warpgroups']} st {tiles['stages']} cl {tiles['cluster']}"
-            f" grid {tiles['grid']}: {row['us']:7.2f} us {row['gb_s']:5.0f} GB/s"
+            f" pf {tiles['prefetch']}: {row['us']:7.2f} us {row['gb_s']:5.0f} GB/s"
             f" {100 * row['share']:5.1f} %  loop {row['loop_us']:6.1f} us"
             f" error {row['error_plain']:.1e} {row['error_outliers']:.1e} right {row['right']}"
         )

@@ -30,7 +30,9 @@ def kernel_times_us(run, *args, name: str, per_call: int = 0, repeats: int = 5) 
         mine = [1e3 * ms for kernel, ms in kernels if name in kernel]
         times += [sum(mine) / per_call] if per_call else mine
     if not times:
-        raise ValueError(f"no kernel is called {name!r}; there were {sorted({k for k, _ in kernels})}")
+        raise ValueError(
+            f"no kernel is called {name!r}; there were {sorted({k for k, _ in kernels})}"
+        )
     return times
 
 

@@ -1,14 +1,16 @@
 """Decode products: a few rows of activations times a packed matrix, near the read bandwidth.
 
-`y[R, N] = x[R, K] @ W[layer].T` for R = 8 or 16. The grid is persistent. Every consumer warpgroup
-takes units of 16 outputs; its four warps take turns at the unit's blocks of 256 weights, which a
-producer thread streams into the warpgroup's ring. The sums of the four warps, and of the blocks of
-threads of a cluster where K is split over one, are added in a fixed order: a row's bits depend on
-nothing but that row, and on the cut.
+`y[R, N] = x[R, K] @ W[layer].T` for R = 8 or 16. The grid is persistent, and a block of threads
+takes one unit of 16 outputs after the other. A producer thread streams the unit's blocks of 256
+weights through a ring of stages, one block for each warp of a consumer warpgroup; the warpgroups
+take stages in turn, so that all of them end together. Two more warps add the consumers' sums, and
+those of the blocks of threads of a cluster where K is split over one, in a fixed order: a row's
+bits depend on nothing but that row, and on the cut.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -22,6 +24,8 @@ type Epilogue = Literal["none", "silu_gate"]
 
 _RUN = 32
 _STAGE_BLOCKS = 4  # one for each warp of a warpgroup
+_SUM_BUFFERS = 2
+_FINISHERS = 64  # threads that add sums: two warps of the producer's warpgroup
 _SHARED_LIMIT = 232448 - 1024
 
 
@@ -31,24 +35,26 @@ class Tiles:
 
     Attributes:
       warpgroups: consumers in a block of threads, 1 to 4.
-      stages: stages of each consumer's ring, of four blocks of weights each.
+      stages: stages of the ring, of four blocks of weights each; at least `warpgroups`.
       cluster: blocks of threads that share a unit, each with a part of K.
       grid: blocks of threads, a multiple of `cluster`.
-      overlap: fill the rings before the previous kernel has ended (programmatic dependent
+      prefetch: stages beyond the ring whose bytes are called into the cache at the start.
+      overlap: fill the ring before the previous kernel has ended (programmatic dependent
         launch); then no kernel may write the layer index.
     """
 
     warpgroups: int = 3
-    stages: int = 4
+    stages: int = 9
     cluster: int = 1
     grid: int = 132
+    prefetch: int = 0
     overlap: bool = False
 
     def __post_init__(self):
         if not 1 <= self.warpgroups <= 4:
-            raise ValueError(f"{self.warpgroups=} must be 1 to 4: one producer warp feeds each")
-        if self.stages < 1:
-            raise ValueError(f"{self.stages=} must be at least 1")
+            raise ValueError(f"{self.warpgroups=} must be 1 to 4: registers hold no more")
+        if not self.warpgroups <= self.stages <= 32:
+            raise ValueError(f"{self.stages=} must be {self.warpgroups=} to 32")
         if self.grid % self.cluster:
             raise ValueError(f"{self.grid=} must be a multiple of {self.cluster=}")
 
@@ -104,9 +110,10 @@ def _words(array: jax.Array) -> jax.Array:
 
 def default_tiles(block: Block, outputs: int, k: int, rows: int = 8) -> Tiles:
     """Returns the cut that the rule of thumb gives: the fewest parts of K that fit, deep rings."""
-    for cluster, grid in ((1, 132), (2, 132), (4, 128), (8, 128)):
-        for warpgroups, stages in ((3, 4), (3, 3), (3, 2), (2, 3), (2, 2)):
-            tiles = Tiles(warpgroups=warpgroups, stages=stages, cluster=cluster, grid=grid)
+    # An H200 has room for 66 clusters of two, 30 of four, 15 of eight.
+    for cluster, grid in ((1, 132), (2, 132), (4, 120), (8, 120)):
+        for stages in (9, 8, 7, 6, 5, 4, 3):
+            tiles = Tiles(stages=stages, cluster=cluster, grid=grid)
             if k % (WEIGHTS * cluster) == 0 and (
                 _Cut.sized(block, tiles, "none", rows, outputs // ROWS, k).shared_bytes
                 <= _SHARED_LIMIT
@@ -233,18 +240,24 @@ class _Cut:
         return self.blocks * self.tiles.cluster * self.block_bytes
 
     @property
-    def workers(self) -> int:
-        return self.tiles.grid // self.tiles.cluster * self.tiles.warpgroups
+    def groups(self) -> int:
+        """Clusters, or blocks of threads that stand alone."""
+        return self.tiles.grid // self.tiles.cluster
 
     @property
     def turns(self) -> int:
-        """The most units that one consumer takes."""
-        return -(-self.units // self.workers)
+        """The most units that one of them takes."""
+        return -(-self.units // self.groups)
 
     @property
     def sums_bytes(self) -> int:
         """The sums of a unit: float32 [R / 8, 128]."""
         return self.rows // 8 * 512
+
+    @property
+    def consumers(self) -> int:
+        """Warps that multiply."""
+        return 4 * self.tiles.warpgroups
 
     @property
     def shared_bytes(self) -> int:
@@ -253,15 +266,15 @@ class _Cut:
 
     @property
     def shared_words(self) -> list[int]:
-        """Sizes of: rings, activations, warps' sums, clusters' sums, barriers."""
+        """Sizes of: ring, activations, warps' sums, sums of a cluster, barriers."""
         tiles = self.tiles
-        clusters = self.turns * tiles.cluster if tiles.cluster > 1 else 0
-        barriers = tiles.warpgroups * (2 * tiles.stages + self.turns) + self.steps
+        received = self.turns * tiles.cluster if tiles.cluster > 1 else 0
+        barriers = 2 * tiles.stages + self.steps + 2 * _SUM_BUFFERS + self.turns
         return [
-            tiles.warpgroups * tiles.stages * self.stage_bytes // 4,
+            tiles.stages * self.stage_bytes // 4,
             self.blocks * self.operand_bytes // 4,
-            tiles.warpgroups * 2 * 4 * self.sums_bytes // 4,
-            max(1, tiles.warpgroups * clusters * self.sums_bytes // 4),
+            _SUM_BUFFERS * self.consumers * self.sums_bytes // 4,
+            max(1, received * self.sums_bytes // 4),
             2 * barriers,
         ]
 
@@ -273,7 +286,7 @@ class _Places:
         tiles = cut.tiles
         weights, layer, operand, scales, out, *shared = refs
         self.operand_gmem, self.scales, self.out = map(ptx.global_address, (operand, scales, out))
-        self.ring, self.operand, self.sums, self.cluster_sums, self.full = map(
+        self.ring, self.operand, self.sums, self.received, self.full = map(
             ptx.shared_address, shared
         )
         self.thread = ptx.thread_index()
@@ -281,10 +294,12 @@ class _Places:
         self.lane = self.thread & 31
         self.part = ptx.cluster_rank() if tiles.cluster > 1 else ptx.Word(0)
         self.group = ptx.block_index() // tiles.cluster
-        self.groups = tiles.grid // tiles.cluster
-        self.empty = self.full + 8 * tiles.warpgroups * tiles.stages
-        self.arrived = self.empty + 8 * tiles.warpgroups * tiles.stages
-        self.ready = self.arrived + 8 * tiles.warpgroups * cut.turns
+        self.turns = (ptx.Word(cut.units - 1 + cut.groups) - self.group) // cut.groups
+        self.empty = self.full + 8 * tiles.stages
+        self.ready = self.empty + 8 * tiles.stages
+        self.summed = self.ready + 8 * cut.steps
+        self.added = self.summed + 8 * _SUM_BUFFERS
+        self.arrived = self.added + 8 * _SUM_BUFFERS
         row = ptx.load_global(ptx.global_address(layer))[0]
         self.weights = ptx.offset_address(
             ptx.offset_address(ptx.global_address(weights), row, cut.units * cut.unit_bytes),
@@ -292,32 +307,33 @@ class _Places:
             cut.blocks * cut.block_bytes,
         )
 
-    def turns(self, cut: _Cut, worker) -> ptx.Word:
-        """Returns how many units consumer `worker` of this block of threads takes."""
-        first = worker * self.groups + self.group
-        return (ptx.Word(cut.units - 1 + cut.workers) - first) // cut.workers
-
-    def unit(self, cut: _Cut, worker, turn) -> ptx.Word:
+    def unit(self, cut: _Cut, turn) -> ptx.Word:
         """Returns the unit of a turn: neighbours in memory go to neighbouring blocks."""
-        return (turn * cut.tiles.warpgroups + worker) * self.groups + self.group
+        return turn * cut.groups + self.group
 
 
-def _advance(stage, parity, stages: int):
-    """Returns the next place in a ring and the parity of its next phase."""
-    last = stage.equals(stages - 1)
-    return ptx.select(last, 0, stage + 1), ptx.select(last, parity ^ 1, parity)
+def _advance(stage, parity, stages: int, by: int = 1):
+    """Returns a later place in a ring and the parity of its next phase; `by` is at most a round."""
+    later = stage + by
+    inside = later < stages
+    return ptx.select(inside, later, later - stages), ptx.select(inside, parity, parity ^ 1)
 
 
-def _fetch(cut: _Cut, at: _Places, worker, turn, step, stage) -> None:
-    """Starts the copy of one stage of a consumer's ring."""
-    slot, size = worker * cut.tiles.stages + stage, cut.stage_bytes
+def _source(cut: _Cut, at: _Places, turn, step) -> tuple[Any, ptx.Word | int]:
+    """Returns where the weights of a step of a unit are, and their bytes."""
+    size = cut.stage_bytes
     if cut.tail_blocks != _STAGE_BLOCKS:
         tail = cut.tail_blocks * cut.block_bytes
         size = ptx.select(step.equals(cut.steps - 1), tail, size)
-    source = ptx.offset_address(at.weights, at.unit(cut, worker, turn), cut.unit_bytes)
-    source = ptx.offset_address(source, step, cut.stage_bytes)
-    ptx.barrier_expect(at.full + slot * 8, size)
-    ptx.copy_bulk(at.ring + slot * cut.stage_bytes, source, size, at.full + slot * 8)
+    source = ptx.offset_address(at.weights, at.unit(cut, turn), cut.unit_bytes)
+    return ptx.offset_address(source, step, cut.stage_bytes), size
+
+
+def _fetch(cut: _Cut, at: _Places, turn, step, stage) -> None:
+    """Starts the copy of one stage."""
+    source, size = _source(cut, at, turn, step)
+    ptx.barrier_expect(at.full + stage * 8, size)
+    ptx.copy_bulk(at.ring + stage * cut.stage_bytes, source, size, at.full + stage * 8)
 
 
 def _fetch_operand(cut: _Cut, at: _Places, step: int) -> None:
@@ -336,61 +352,59 @@ def _start_kernel(cut: _Cut, _, *refs) -> None:
     With overlap, nothing here reads what another kernel may have written.
     """
     tiles, at = cut.tiles, _Places(cut, refs)
-    slots = tiles.warpgroups * tiles.stages
-    with ptx.when(at.thread.equals(tiles.warpgroups * 128)):
-        for slot in range(slots):
-            ptx.barrier_init(at.full + 8 * slot, 1)
-            ptx.barrier_init(at.empty + 8 * slot, 4)
-        for slot in range(tiles.warpgroups * cut.turns):
-            ptx.barrier_init(at.arrived + 8 * slot, 1)
-        for step in range(cut.steps):
-            ptx.barrier_init(at.ready + 8 * step, 1)
+    counts = [(at.full, tiles.stages, 1), (at.empty, tiles.stages, 4), (at.ready, cut.steps, 1)]
+    counts += [(at.summed, _SUM_BUFFERS, cut.consumers), (at.added, _SUM_BUFFERS, _FINISHERS // 32)]
+    counts += [(at.arrived, cut.turns, 1)] if tiles.cluster > 1 else []
+    with ptx.when(at.thread.equals(cut.consumers * 32)):
+        for first, number, arrivals in counts:
+            for index in range(number):
+                ptx.barrier_init(first + 8 * index, arrivals)
         ptx.fence_barriers()
         if tiles.cluster > 1:
-            for slot in range(tiles.warpgroups * cut.turns):
-                ptx.barrier_expect(at.arrived + 8 * slot, tiles.cluster * cut.sums_bytes)
+            for turn in range(cut.turns):
+                ptx.barrier_expect(at.arrived + 8 * turn, tiles.cluster * cut.sums_bytes)
         if tiles.overlap:
             ptx.launch_next_kernel()
-        for place in range(max(tiles.stages, cut.steps)):
+        for place in range(max(tiles.stages + tiles.prefetch, cut.steps)):
             if place < cut.steps and not tiles.overlap:
                 _fetch_operand(cut, at, place)
-            if place < tiles.stages:
-                turn, step = divmod(place, cut.steps)
-                for worker in range(tiles.warpgroups):
-                    with ptx.when(ptx.Word(turn) < at.turns(cut, ptx.Word(worker))):
-                        words = [ptx.Word(i) for i in (worker, turn, step, place)]
-                        _fetch(cut, at, *words)
+            turn, step = (ptx.Word(i) for i in divmod(place, cut.steps))
+            with ptx.when(turn < at.turns):
+                if place < tiles.stages:
+                    _fetch(cut, at, turn, step, ptx.Word(place))
+                elif place < tiles.stages + tiles.prefetch:
+                    ptx.prefetch_bulk(*_source(cut, at, turn, step))
     if tiles.cluster > 1:
         ptx.sync_cluster()
     else:
-        ptx.sync_threads(0, (tiles.warpgroups + 1) * 128)
+        ptx.sync_threads(0, cut.consumers * 32 + 128)
 
 
 def _stream_kernel(cut: _Cut, _, *refs) -> None:
     tiles, at = cut.tiles, _Places(cut, refs)
-    feeder = at.warp - 4 * tiles.warpgroups
-    with ptx.when(feeder < tiles.warpgroups), ptx.when(at.lane.equals(0)):
+    role = at.warp - cut.consumers
+    with ptx.when(at.thread.equals(cut.consumers * 32)):
         if tiles.overlap:
-            with ptx.when(feeder.equals(0)):
-                for step in range(cut.steps):
-                    _fetch_operand(cut, at, step)
-        _feed(cut, at, feeder)
-    with ptx.when(at.warp < 4 * tiles.warpgroups):
+            for step in range(cut.steps):
+                _fetch_operand(cut, at, step)
+        _feed(cut, at)
+    with ptx.when(at.warp < cut.consumers):
         _consume(cut, at)
+    with ptx.when(role - 1 < _FINISHERS // 32):
+        _finish(cut, at)
 
 
-def _feed(cut: _Cut, at: _Places, worker) -> None:
+def _feed(cut: _Cut, at: _Places) -> None:
     stages, steps = cut.tiles.stages, cut.steps
 
     def feed(place, carry):
         stage, parity = carry
         turn = place // steps
-        ptx.barrier_wait(at.empty + (worker * stages + stage) * 8, parity)
-        _fetch(cut, at, worker, turn, place - turn * steps, stage)
+        ptx.barrier_wait(at.empty + stage * 8, parity)
+        _fetch(cut, at, turn, place - turn * steps, stage)
         return _advance(stage, parity, stages)
 
-    total = at.turns(cut, worker) * steps
-    ptx.loop(stages, total, 1, (ptx.Word(0), ptx.Word(0)), feed)
+    ptx.loop(stages, at.turns * steps, 1, (ptx.Word(0), ptx.Word(0)), feed)
 
 
 class _SharedOperand:
@@ -419,21 +433,21 @@ class _SharedOperand:
 
 
 def _consume(cut: _Cut, at: _Places) -> None:
+    """Multiplies every so many-th stage; leaves each unit's sums in shared memory."""
     tiles = cut.tiles
     worker, quarter = at.warp >> 2, at.warp & 3
-    outputs = _Outputs(cut, at, worker)
     ragged = cut.tail_blocks != _STAGE_BLOCKS
 
     def take_stage(step, carry):
         stage, parity, totals = carry
-        slot, index = worker * tiles.stages + stage, step * _STAGE_BLOCKS + quarter
+        index = step * _STAGE_BLOCKS + quarter
         inside = index < cut.blocks
-        ptx.barrier_wait(at.full + slot * 8, parity)
-        address = at.ring + slot * cut.stage_bytes + quarter * cut.block_bytes
+        ptx.barrier_wait(at.full + stage * 8, parity)
+        address = at.ring + stage * cut.stage_bytes + quarter * cut.block_bytes
         loaded = cut.block.load(ptx, address, at.lane)
         ptx.sync_warp()
         with ptx.when(at.lane.equals(0)):
-            ptx.barrier_arrive(at.empty + slot * 8)
+            ptx.barrier_arrive(at.empty + stage * 8)
         ptx.barrier_wait(at.ready + step * 8, ptx.Word(0))
         operand = _SharedOperand(cut, at, ptx.select(inside, index, 0) if ragged else index)
         added = cut.block.product(ptx, loaded, operand, totals)
@@ -442,100 +456,102 @@ def _consume(cut: _Cut, at: _Places) -> None:
                 [ptx.select_float(inside, new, old) for new, old in zip(*pair, strict=True)]
                 for pair in zip(added, totals, strict=True)
             ]
-        return (*_advance(stage, parity, tiles.stages), added)
+        return (*_advance(stage, parity, tiles.stages, tiles.warpgroups), added)
 
-    def take_unit(turn, place):
+    def take_unit(turn, carry):
+        first, *place = carry
         totals = [[ptx.Float(0.0)] * 4 for _ in range(cut.rows // 8)]
-        *place, totals = ptx.loop(0, cut.steps, 1, (*place, totals), take_stage)
-        outputs.add_warps(turn, totals)
-        return tuple(place)
-
-    zero, turns = ptx.Word(0), at.turns(cut, worker)
-    ptx.loop(0, turns, 1, (zero, zero), take_unit)
-    if tiles.cluster > 1:
-        ptx.loop(at.part, turns, tiles.cluster, zero, outputs.add_cluster)
-
-
-class _Outputs:
-    """Adds sums of a unit in a fixed order and stores what the epilogue makes of them."""
-
-    def __init__(self, cut: _Cut, at: _Places, worker: ptx.Word):
-        self.cut, self.at, self.worker = cut, at, worker
-        self.thread = at.thread & 127
-        height = 4 if cut.epilogue == "none" else 3  # log2 of the outputs of a unit
-        self.row, self.column = self.thread & (1 << height) - 1, self.thread >> height
-        column = self.column & 7
-        self.scales = [
-            ptx.as_float(
-                ptx.load_global_coherent(ptx.offset_address(at.scales, column + 8 * tile, 4))
-            )
-            for tile in range(cut.rows // 8)
-        ]
-
-    def add_warps(self, turn: ptx.Word, totals: list[list[ptx.Float]]) -> None:
-        """Adds the sums of the four warps; stores outputs, or sends sums on within the cluster."""
-        cut, at = self.cut, self.at
-        # Two buffers in turn: a warp that is ahead writes the other one.
-        buffer = at.sums + (self.worker * 2 + (turn & 1)) * (4 * cut.sums_bytes)
+        *place, totals = ptx.loop(first, cut.steps, tiles.warpgroups, (*place, totals), take_stage)
+        buffer = turn % _SUM_BUFFERS
+        ptx.barrier_wait(at.added + buffer * 8, (turn // _SUM_BUFFERS & 1) ^ 1)
+        slot = at.sums + (buffer * cut.consumers + at.warp) * cut.sums_bytes
         for tile, total in enumerate(totals):
-            ptx.store_shared(buffer + self.thread * 16, total, tile * 2048)
-        ptx.sync_threads(self.worker + 1, 128)
+            ptx.store_shared(slot + at.lane * 16, total, tile * 512)
+        ptx.sync_warp()
+        with ptx.when(at.lane.equals(0)):
+            ptx.barrier_arrive(at.summed + buffer * 8)
+        taken = (ptx.Word(cut.steps + tiles.warpgroups - 1) - first) // tiles.warpgroups
+        return (first + taken * tiles.warpgroups - cut.steps, *place)
+
+    ptx.loop(0, at.turns, 1, (worker, worker, ptx.Word(0)), take_unit)
+
+
+def _finish(cut: _Cut, at: _Places) -> None:
+    """Adds the sums of the warps, then of the cluster, and stores outputs."""
+    tiles, num_tiles = cut.tiles, cut.rows // 8
+    thread = at.thread - (cut.consumers * 32 + 32)
+    outputs = _Outputs(cut, at, thread)
+
+    def add(turn, carry):
+        buffer = turn % _SUM_BUFFERS
+        ptx.barrier_wait(at.summed + buffer * 8, turn // _SUM_BUFFERS & 1)
+        first = at.sums + buffer * (cut.consumers * cut.sums_bytes)
 
         def read(row, column, tile):
             # Where `ptx.mma` keeps an output: lane 4 (row % 8) + column / 2.
             place = (row & 7) * 64 + (column >> 1) * 16 + (row >> 3) * 8 + (column & 1) * 4
-            first, *rest = (
-                ptx.load_shared_floats(buffer + place, tile * 2048 + warp * 512)[0]
-                for warp in range(4)
-            )
-            return functools.reduce(lambda a, b: a + b, rest, first)
+            return _sum(first + place, tile * 512, cut.sums_bytes, cut.consumers)
 
-        if cut.tiles.cluster == 1:
-            self._store(turn, read)
-            return
-        target = turn % cut.tiles.cluster
-        place = self._slot(turn) + at.part * cut.sums_bytes + self.thread * 4
-        barrier = ptx.remote_address(at.arrived + self._index(turn) * 8, target)
-        for tile in range(len(totals)):
-            remote = ptx.remote_address(place + tile * 512, target)
-            ptx.send(remote, read(self.thread & 15, self.thread >> 4, tile), barrier)
-
-    def add_cluster(self, turn: ptx.Word, carry):
-        """Adds the sums that the blocks of the cluster sent, and stores outputs."""
-        cluster, sums_bytes = self.cut.tiles.cluster, self.cut.sums_bytes
-        ptx.barrier_wait(self.at.arrived + self._index(turn) * 8, ptx.Word(0))
-
-        def read(row, column, tile):
-            place = self._slot(turn) + (column * 16 + row) * 4
-            first, *rest = (
-                ptx.load_shared_floats(place, part * sums_bytes + tile * 512)[0]
-                for part in range(cluster)
-            )
-            return functools.reduce(lambda a, b: a + b, rest, first)
-
-        self._store(turn, read)
+        if tiles.cluster == 1:
+            outputs.store(turn, read)
+        else:
+            target = turn % tiles.cluster
+            barrier = ptx.remote_address(at.arrived + turn * 8, target)
+            slot = at.received + (turn * tiles.cluster + at.part) * cut.sums_bytes
+            for tile in range(num_tiles):
+                for half in range(2):
+                    row, column = thread & 15, (thread >> 4) + 4 * half
+                    remote = ptx.remote_address(slot + (column * 16 + row) * 4 + tile * 512, target)
+                    ptx.send(remote, read(row, column, tile), barrier)
+        ptx.sync_warp()
+        with ptx.when(at.lane.equals(0)):
+            ptx.barrier_arrive(at.added + buffer * 8)
         return carry
 
-    def _index(self, turn: ptx.Word) -> ptx.Word:
-        return self.worker * self.cut.turns + turn
-
-    def _slot(self, turn: ptx.Word) -> ptx.Word:
-        return self.at.cluster_sums + self._index(turn) * (
-            self.cut.tiles.cluster * self.cut.sums_bytes
+    def add_cluster(turn, carry):
+        ptx.barrier_wait(at.arrived + turn * 8, ptx.Word(0))
+        first = at.received + turn * (tiles.cluster * cut.sums_bytes)
+        outputs.store(
+            turn,
+            lambda row, column, tile: _sum(
+                first + (column * 16 + row) * 4, tile * 512, cut.sums_bytes, tiles.cluster
+            ),
         )
+        return carry
 
-    def _store(self, turn: ptx.Word, read) -> None:
-        cut, at = self.cut, self.at
-        unit = at.unit(cut, self.worker, turn)
-        for tile, scale in enumerate(self.scales):
-            if cut.epilogue == "none":
-                self._store_one(unit * ROWS, tile, read(self.row, self.column, tile) * scale)
-                continue
-            with ptx.when(self.thread < 64):
-                gate = read(self.row, self.column, tile) * scale
-                up = read(self.row + 8, self.column, tile) * scale
-                self._store_one(unit * (ROWS // 2), tile, ptx.silu(gate) * up)
+    ptx.loop(0, at.turns, 1, ptx.Word(0), add)
+    if tiles.cluster > 1:
+        ptx.loop(at.part, at.turns, tiles.cluster, ptx.Word(0), add_cluster)
 
-    def _store_one(self, first: ptx.Word, tile: int, value: ptx.Float) -> None:
-        index = (self.column + 8 * tile) * self.cut.outputs + first + self.row
-        ptx.store_global(ptx.offset_address(self.at.out, index, 4), value)
+
+def _sum(address: ptx.Word, offset: int, stride: int, number: int) -> ptx.Float:
+    """Returns the sum of floats a stride apart in shared memory, first to last."""
+    values = [ptx.load_shared_floats(address, offset + i * stride)[0] for i in range(number)]
+    return functools.reduce(lambda a, b: a + b, values[1:], values[0])
+
+
+class _Outputs:
+    """Scales the sums of a unit and stores what the epilogue makes of them."""
+
+    def __init__(self, cut: _Cut, at: _Places, thread: ptx.Word):
+        self.cut, self.at = cut, at
+        height = 4 if cut.epilogue == "none" else 3  # log2 of the outputs of a unit
+        self.row, first = thread & (1 << height) - 1, thread >> height
+        columns = [first, first + 4] if cut.epilogue == "none" else [first]
+        self.places = [(c, tile) for tile in range(cut.rows // 8) for c in columns]
+        self.scales = [
+            ptx.as_float(
+                ptx.load_global_coherent(ptx.offset_address(at.scales, column + 8 * tile, 4))
+            )
+            for column, tile in self.places
+        ]
+
+    def store(self, turn: ptx.Word, read: Callable[..., ptx.Float]) -> None:
+        """Stores the unit of a turn from its sums `read(row, column, tile)`."""
+        cut, unit = self.cut, self.at.unit(self.cut, turn)
+        for (column, tile), scale in zip(self.places, self.scales, strict=True):
+            value = read(self.row, column, tile) * scale
+            if cut.epilogue == "silu_gate":
+                value = ptx.silu(value) * (read(self.row + 8, column, tile) * scale)
+            index = (column + 8 * tile) * cut.outputs + unit * (cut.outputs // cut.units) + self.row
+            ptx.store_global(ptx.offset_address(self.at.out, index, 4), value)

@@ -214,7 +214,7 @@ def when(predicate: ir.Value) -> Iterator[None]:
 
 
 def loop(start: Word | int, stop: Word | int, step: Word | int, carry: Any, body: Callable) -> Any:
-    """Returns the carry after `carry = body(index, carry)` for index in range(start, stop, step)."""
+    """Returns the carry after `carry = body(index, carry)` for each index of a range."""
     leaves, tree = jax.tree.flatten(carry)
     bounds = [_word(bound).value for bound in (start, stop, step)]
     operation = scf.ForOp(*bounds, leaves)
@@ -263,9 +263,7 @@ def half_to_float(word: Word, high: bool) -> Float:
 def byte_to_float(word: Word, index: int, signed: bool = False) -> Float:
     """Returns byte `index` of a word as float32."""
     kind = "s" if signed else "u"
-    text = (
-        f"{{ .reg .b32 b; bfe.{kind}32 b, $1, {8 * index}, 8; cvt.rn.f32.{kind}32 $0, b; }}"
-    )
+    text = f"{{ .reg .b32 b; bfe.{kind}32 b, $1, {8 * index}, 8; cvt.rn.f32.{kind}32 $0, b; }}"
     return Float(_pure(text, word, result=_f32))
 
 
@@ -443,6 +441,11 @@ def send(remote: Word, value: Float, remote_barrier: Word) -> None:
         Word(arith.bitcast(_i32(), value.value)),
         remote_barrier,
     )
+
+
+def prefetch_bulk(source: ir.Value, num_bytes: Word | int) -> None:
+    """Calls contiguous global bytes into the cache."""
+    _asm("cp.async.bulk.prefetch.L2.global [$0], $1;", source, _word(num_bytes))
 
 
 def sync_threads(name: Word | int, num_threads: int) -> None:
