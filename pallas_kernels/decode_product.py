@@ -1,16 +1,14 @@
 """Decode products: a few rows of activations times a packed matrix, near the read bandwidth.
 
-`y[R, N] = x[R, K] @ W[layer].T` for R = 8 or 16. The grid is persistent, and a block of threads
-takes one unit of 16 outputs after the other. A producer thread streams the unit's blocks of 256
-weights through a ring of stages, one block for each warp of a consumer warpgroup; the warpgroups
-take stages in turn, so that all of them end together. Two more warps add the consumers' sums, and
-those of the blocks of threads of a cluster where K is split over one, in a fixed order: a row's
-bits depend on nothing but that row, and on the cut.
+`y[R, N] = x[R, K] @ W[layer].T` for R = 8 or 16. The grid is persistent. Every consumer warpgroup
+takes units of 16 outputs; its four warps take turns at the unit's blocks of 256 weights, which a
+producer thread streams into the warpgroup's ring. The sums of the four warps, and of the blocks of
+threads of a cluster where K is split over one, are added in a fixed order: a row's bits depend on
+nothing but that row, and on the cut.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -24,8 +22,6 @@ type Epilogue = Literal["none", "silu_gate"]
 
 _RUN = 32
 _STAGE_BLOCKS = 4  # one for each warp of a warpgroup
-_SUM_BUFFERS = 2
-_FINISHERS = 64  # threads that add sums: two warps of the producer's warpgroup
 _SHARED_LIMIT = 232448 - 1024
 
 
@@ -35,28 +31,35 @@ class Tiles:
 
     Attributes:
       warpgroups: consumers in a block of threads, 1 to 4.
-      stages: stages of the ring, of four blocks of weights each; at least `warpgroups`.
-      cluster: blocks of threads that share a unit, each with a part of K.
-      grid: blocks of threads, a multiple of `cluster`.
-      prefetch: stages beyond the ring whose bytes are called into the cache at the start.
-      overlap: fill the ring before the previous kernel has ended (programmatic dependent
+      stages: stages of each consumer's ring, of four blocks of weights each.
+      parts: blocks of threads that share a unit, each with a part of K.
+      sharers: blocks of threads that fetch their activations together, by multicast.
+      grid: blocks of threads, a multiple of `parts * sharers`, the size of a cluster.
+      overlap: fill the rings before the previous kernel has ended (programmatic dependent
         launch); then no kernel may write the layer index.
     """
 
     warpgroups: int = 3
-    stages: int = 9
-    cluster: int = 1
+    stages: int = 2
+    parts: int = 1
+    sharers: int = 1
     grid: int = 132
-    prefetch: int = 0
     overlap: bool = False
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of threads of a cluster."""
+        return self.parts * self.sharers
 
     def __post_init__(self):
         if not 1 <= self.warpgroups <= 4:
-            raise ValueError(f"{self.warpgroups=} must be 1 to 4: registers hold no more")
-        if not self.warpgroups <= self.stages <= 32:
-            raise ValueError(f"{self.stages=} must be {self.warpgroups=} to 32")
+            raise ValueError(f"{self.warpgroups=} must be 1 to 4: one producer warp feeds each")
+        if self.stages < 1:
+            raise ValueError(f"{self.stages=} must be at least 1")
+        if self.cluster not in (1, 2, 4, 8):
+            raise ValueError(f"{self.parts=} times {self.sharers=} must be 1, 2, 4 or 8")
         if self.grid % self.cluster:
-            raise ValueError(f"{self.grid=} must be a multiple of {self.cluster=}")
+            raise ValueError(f"{self.grid=} must be a multiple of {self.parts=} * {self.sharers=}")
 
 
 @jax.tree_util.register_dataclass
@@ -109,12 +112,17 @@ def _words(array: jax.Array) -> jax.Array:
 
 
 def default_tiles(block: Block, outputs: int, k: int, rows: int = 8) -> Tiles:
-    """Returns the cut that the rule of thumb gives: the fewest parts of K that fit, deep rings."""
+    """Returns the cut that the rule of thumb gives: the fewest parts of K whose activations fit.
+
+    About 64 KB in flight in a block of threads are enough for the bandwidth, and more are worse.
+    """
     # An H200 has room for 66 clusters of two, 30 of four, 15 of eight.
-    for cluster, grid in ((1, 132), (2, 132), (4, 120), (8, 120)):
-        for stages in (9, 8, 7, 6, 5, 4, 3):
-            tiles = Tiles(stages=stages, cluster=cluster, grid=grid)
-            if k % (WEIGHTS * cluster) == 0 and (
+    for parts, sharers, grid in ((1, 2, 132), (2, 1, 132), (4, 1, 120), (8, 1, 120)):
+        for warpgroups, stages in ((3, 2), (2, 2), (2, 1)):
+            tiles = Tiles(
+                warpgroups=warpgroups, stages=stages, parts=parts, sharers=sharers, grid=grid
+            )
+            if k % (WEIGHTS * parts) == 0 and (
                 _Cut.sized(block, tiles, "none", rows, outputs // ROWS, k).shared_bytes
                 <= _SHARED_LIMIT
             ):
@@ -188,7 +196,7 @@ class _Cut:
             epilogue=epilogue,
             rows=rows,
             units=units,
-            blocks=k // WEIGHTS // tiles.cluster,
+            blocks=k // WEIGHTS // tiles.parts,
             operand_bytes=words * 4 * (rows // 8),
         )
 
@@ -199,8 +207,8 @@ class _Cut:
             raise ValueError(f"{rows=} must be 8 or 16; pad the activations")
         if blocks * block.words != words:
             raise ValueError(f"{words=} of a unit do not hold K={blocks * WEIGHTS} weights a row")
-        if blocks % tiles.cluster:
-            raise ValueError(f"{blocks=} of 256 weights must split into {tiles.cluster=} parts")
+        if blocks % tiles.parts:
+            raise ValueError(f"{blocks=} of 256 weights must split into {tiles.parts=}")
         if epilogue not in ("none", "silu_gate"):
             raise ValueError(f"{epilogue=} must be 'none' or 'silu_gate'")
         cut = cls.sized(block, tiles, epilogue, rows, units, blocks * WEIGHTS)
@@ -209,13 +217,18 @@ class _Cut:
         if cut.shared_bytes > _SHARED_LIMIT:
             raise ValueError(
                 f"{cut.shared_bytes} bytes of shared memory exceed {_SHARED_LIMIT}; "
-                f"take fewer stages or a larger cluster than {tiles=}"
+                f"take fewer stages or more parts than {tiles=}"
             )
         return cut
 
     @property
     def outputs(self) -> int:
         return self.units * (ROWS if self.epilogue == "none" else ROWS // 2)
+
+    @property
+    def operand_first(self) -> bool:
+        """Whether activations can be fetched before the previous kernel, or a sharer, is known."""
+        return not self.tiles.overlap and self.tiles.sharers == 1
 
     @property
     def block_bytes(self) -> int:
@@ -237,27 +250,26 @@ class _Cut:
 
     @property
     def unit_bytes(self) -> int:
-        return self.blocks * self.tiles.cluster * self.block_bytes
+        return self.blocks * self.tiles.parts * self.block_bytes
+
+    @property
+    def workers(self) -> int:
+        return self.groups * self.tiles.warpgroups
 
     @property
     def groups(self) -> int:
-        """Clusters, or blocks of threads that stand alone."""
-        return self.tiles.grid // self.tiles.cluster
+        """Blocks of threads that take units, those of a unit's parts counted once."""
+        return self.tiles.grid // self.tiles.parts
 
     @property
     def turns(self) -> int:
-        """The most units that one of them takes."""
-        return -(-self.units // self.groups)
+        """The most units that one consumer takes."""
+        return -(-self.units // self.workers)
 
     @property
     def sums_bytes(self) -> int:
         """The sums of a unit: float32 [R / 8, 128]."""
         return self.rows // 8 * 512
-
-    @property
-    def consumers(self) -> int:
-        """Warps that multiply."""
-        return 4 * self.tiles.warpgroups
 
     @property
     def shared_bytes(self) -> int:
@@ -266,15 +278,15 @@ class _Cut:
 
     @property
     def shared_words(self) -> list[int]:
-        """Sizes of: ring, activations, warps' sums, sums of a cluster, barriers."""
+        """Sizes of: rings, activations, warps' sums, sums of other parts, barriers."""
         tiles = self.tiles
-        received = self.turns * tiles.cluster if tiles.cluster > 1 else 0
-        barriers = 2 * tiles.stages + self.steps + 2 * _SUM_BUFFERS + self.turns
+        received = self.turns * tiles.parts if tiles.parts > 1 else 0
+        barriers = tiles.warpgroups * (2 * tiles.stages + self.turns) + self.steps
         return [
-            tiles.stages * self.stage_bytes // 4,
+            tiles.warpgroups * tiles.stages * self.stage_bytes // 4,
             self.blocks * self.operand_bytes // 4,
-            _SUM_BUFFERS * self.consumers * self.sums_bytes // 4,
-            max(1, received * self.sums_bytes // 4),
+            tiles.warpgroups * 2 * 4 * self.sums_bytes // 4,
+            max(1, tiles.warpgroups * received * self.sums_bytes // 4),
             2 * barriers,
         ]
 
@@ -292,14 +304,12 @@ class _Places:
         self.thread = ptx.thread_index()
         self.warp = ptx.uniform(self.thread >> 5)
         self.lane = self.thread & 31
-        self.part = ptx.cluster_rank() if tiles.cluster > 1 else ptx.Word(0)
-        self.group = ptx.block_index() // tiles.cluster
-        self.turns = (ptx.Word(cut.units - 1 + cut.groups) - self.group) // cut.groups
-        self.empty = self.full + 8 * tiles.stages
-        self.ready = self.empty + 8 * tiles.stages
-        self.summed = self.ready + 8 * cut.steps
-        self.added = self.summed + 8 * _SUM_BUFFERS
-        self.arrived = self.added + 8 * _SUM_BUFFERS
+        rank = ptx.cluster_rank() if tiles.cluster > 1 else ptx.Word(0)
+        self.part, self.sharer = rank // tiles.sharers, rank % tiles.sharers
+        self.group = ptx.block_index() // tiles.cluster * tiles.sharers + self.sharer
+        self.empty = self.full + 8 * tiles.warpgroups * tiles.stages
+        self.arrived = self.empty + 8 * tiles.warpgroups * tiles.stages
+        self.ready = self.arrived + 8 * tiles.warpgroups * cut.turns
         row = ptx.load_global(ptx.global_address(layer))[0]
         self.weights = ptx.offset_address(
             ptx.offset_address(ptx.global_address(weights), row, cut.units * cut.unit_bytes),
@@ -307,43 +317,51 @@ class _Places:
             cut.blocks * cut.block_bytes,
         )
 
-    def unit(self, cut: _Cut, turn) -> ptx.Word:
+    def turns(self, cut: _Cut, worker) -> ptx.Word:
+        """Returns how many units consumer `worker` of this block of threads takes."""
+        first = worker * cut.groups + self.group
+        return (ptx.Word(cut.units - 1 + cut.workers) - first) // cut.workers
+
+    def unit(self, cut: _Cut, worker, turn) -> ptx.Word:
         """Returns the unit of a turn: neighbours in memory go to neighbouring blocks."""
-        return turn * cut.groups + self.group
+        return (turn * cut.tiles.warpgroups + worker) * cut.groups + self.group
 
 
-def _advance(stage, parity, stages: int, by: int = 1):
-    """Returns a later place in a ring and the parity of its next phase; `by` is at most a round."""
-    later = stage + by
-    inside = later < stages
-    return ptx.select(inside, later, later - stages), ptx.select(inside, parity, parity ^ 1)
+def _advance(stage, parity, stages: int):
+    """Returns the next place in a ring and the parity of its next phase."""
+    last = stage.equals(stages - 1)
+    return ptx.select(last, 0, stage + 1), ptx.select(last, parity ^ 1, parity)
 
 
-def _source(cut: _Cut, at: _Places, turn, step) -> tuple[Any, ptx.Word | int]:
-    """Returns where the weights of a step of a unit are, and their bytes."""
-    size = cut.stage_bytes
+def _fetch(cut: _Cut, at: _Places, worker, turn, step, stage) -> None:
+    """Starts the copy of one stage of a consumer's ring."""
+    slot, size = worker * cut.tiles.stages + stage, cut.stage_bytes
     if cut.tail_blocks != _STAGE_BLOCKS:
         tail = cut.tail_blocks * cut.block_bytes
         size = ptx.select(step.equals(cut.steps - 1), tail, size)
-    source = ptx.offset_address(at.weights, at.unit(cut, turn), cut.unit_bytes)
-    return ptx.offset_address(source, step, cut.stage_bytes), size
-
-
-def _fetch(cut: _Cut, at: _Places, turn, step, stage) -> None:
-    """Starts the copy of one stage."""
-    source, size = _source(cut, at, turn, step)
-    ptx.barrier_expect(at.full + stage * 8, size)
-    ptx.copy_bulk(at.ring + stage * cut.stage_bytes, source, size, at.full + stage * 8)
+    source = ptx.offset_address(at.weights, at.unit(cut, worker, turn), cut.unit_bytes)
+    source = ptx.offset_address(source, step, cut.stage_bytes)
+    ptx.barrier_expect(at.full + slot * 8, size)
+    ptx.copy_bulk(at.ring + slot * cut.stage_bytes, source, size, at.full + slot * 8)
 
 
 def _fetch_operand(cut: _Cut, at: _Places, step: int) -> None:
     """Starts the copy of the activations that a step of every unit meets."""
+    sharers = cut.tiles.sharers
     blocks = cut.tail_blocks if step == cut.steps - 1 else _STAGE_BLOCKS
     offset, size = step * _STAGE_BLOCKS * cut.operand_bytes, blocks * cut.operand_bytes
     source = ptx.offset_address(at.operand_gmem, at.part, cut.blocks * cut.operand_bytes)
     source = ptx.offset_address(source, ptx.Word(1), offset)
-    ptx.barrier_expect(at.ready + 8 * step, size)
-    ptx.copy_bulk_cached(at.operand + offset, source, size, at.ready + 8 * step)
+    ready = at.ready + 8 * step
+    ptx.barrier_expect(ready, size)
+    if sharers == 1:
+        ptx.copy_bulk_cached(at.operand + offset, source, size, ready)
+        return
+    piece = size // sharers
+    source = ptx.offset_address(source, at.sharer, piece)
+    blocks_of_part = ptx.Word((1 << sharers) - 1) << (at.part * sharers)
+    target = at.operand + offset + at.sharer * piece
+    ptx.copy_bulk_multicast(target, source, piece, ready, blocks_of_part)
 
 
 def _start_kernel(cut: _Cut, _, *refs) -> None:
@@ -352,59 +370,65 @@ def _start_kernel(cut: _Cut, _, *refs) -> None:
     With overlap, nothing here reads what another kernel may have written.
     """
     tiles, at = cut.tiles, _Places(cut, refs)
-    counts = [(at.full, tiles.stages, 1), (at.empty, tiles.stages, 4), (at.ready, cut.steps, 1)]
-    counts += [(at.summed, _SUM_BUFFERS, cut.consumers), (at.added, _SUM_BUFFERS, _FINISHERS // 32)]
-    counts += [(at.arrived, cut.turns, 1)] if tiles.cluster > 1 else []
-    with ptx.when(at.thread.equals(cut.consumers * 32)):
-        for first, number, arrivals in counts:
-            for index in range(number):
-                ptx.barrier_init(first + 8 * index, arrivals)
+    slots = tiles.warpgroups * tiles.stages
+    with ptx.when(at.thread.equals(tiles.warpgroups * 128)):
+        for slot in range(slots):
+            ptx.barrier_init(at.full + 8 * slot, 1)
+            ptx.barrier_init(at.empty + 8 * slot, 4)
+        for slot in range(tiles.warpgroups * cut.turns if tiles.parts > 1 else 0):
+            ptx.barrier_init(at.arrived + 8 * slot, 1)
+        for step in range(cut.steps):
+            ptx.barrier_init(at.ready + 8 * step, 1)
         ptx.fence_barriers()
-        if tiles.cluster > 1:
-            for turn in range(cut.turns):
-                ptx.barrier_expect(at.arrived + 8 * turn, tiles.cluster * cut.sums_bytes)
+        if tiles.parts > 1:
+            for slot in range(tiles.warpgroups * cut.turns):
+                ptx.barrier_expect(at.arrived + 8 * slot, tiles.parts * cut.sums_bytes)
         if tiles.overlap:
             ptx.launch_next_kernel()
-        for place in range(max(tiles.stages + tiles.prefetch, cut.steps)):
-            if place < cut.steps and not tiles.overlap:
+        for place in range(max(tiles.stages, cut.steps)):
+            if place < cut.steps and cut.operand_first:
                 _fetch_operand(cut, at, place)
-            turn, step = (ptx.Word(i) for i in divmod(place, cut.steps))
-            with ptx.when(turn < at.turns):
-                if place < tiles.stages:
-                    _fetch(cut, at, turn, step, ptx.Word(place))
-                elif place < tiles.stages + tiles.prefetch:
-                    ptx.prefetch_bulk(*_source(cut, at, turn, step))
+            if place < tiles.stages:
+                turn, step = divmod(place, cut.steps)
+                for worker in range(tiles.warpgroups):
+                    with ptx.when(ptx.Word(turn) < at.turns(cut, ptx.Word(worker))):
+                        words = [ptx.Word(i) for i in (worker, turn, step, place)]
+                        _fetch(cut, at, *words)
     if tiles.cluster > 1:
         ptx.sync_cluster()
     else:
-        ptx.sync_threads(0, cut.consumers * 32 + 128)
+        ptx.sync_threads(0, (tiles.warpgroups + 1) * 128)
 
 
 def _stream_kernel(cut: _Cut, _, *refs) -> None:
     tiles, at = cut.tiles, _Places(cut, refs)
-    role = at.warp - cut.consumers
-    with ptx.when(at.thread.equals(cut.consumers * 32)):
-        if tiles.overlap:
-            for step in range(cut.steps):
+    feeder = at.warp - 4 * tiles.warpgroups
+    with ptx.when(feeder < tiles.warpgroups), ptx.when(at.lane.equals(0)):
+        with ptx.when(feeder.equals(0)):
+            for step in range(0 if cut.operand_first else cut.steps):
                 _fetch_operand(cut, at, step)
-        _feed(cut, at)
-    with ptx.when(at.warp < cut.consumers):
+        _feed(cut, at, feeder)
+        if tiles.sharers > 1:
+            # A block must not end while others may still write into it.
+            with ptx.when(feeder.equals(0)):
+                for step in range(cut.steps):
+                    ptx.barrier_wait(at.ready + 8 * step, ptx.Word(0))
+    with ptx.when(at.warp < 4 * tiles.warpgroups):
         _consume(cut, at)
-    with ptx.when(role - 1 < _FINISHERS // 32):
-        _finish(cut, at)
 
 
-def _feed(cut: _Cut, at: _Places) -> None:
+def _feed(cut: _Cut, at: _Places, worker) -> None:
     stages, steps = cut.tiles.stages, cut.steps
 
     def feed(place, carry):
         stage, parity = carry
         turn = place // steps
-        ptx.barrier_wait(at.empty + stage * 8, parity)
-        _fetch(cut, at, turn, place - turn * steps, stage)
+        ptx.barrier_wait(at.empty + (worker * stages + stage) * 8, parity)
+        _fetch(cut, at, worker, turn, place - turn * steps, stage)
         return _advance(stage, parity, stages)
 
-    ptx.loop(stages, at.turns * steps, 1, (ptx.Word(0), ptx.Word(0)), feed)
+    total = at.turns(cut, worker) * steps
+    ptx.loop(stages, total, 1, (ptx.Word(0), ptx.Word(0)), feed)
 
 
 class _SharedOperand:
@@ -433,21 +457,21 @@ class _SharedOperand:
 
 
 def _consume(cut: _Cut, at: _Places) -> None:
-    """Multiplies every so many-th stage; leaves each unit's sums in shared memory."""
     tiles = cut.tiles
     worker, quarter = at.warp >> 2, at.warp & 3
+    outputs = _Outputs(cut, at, worker)
     ragged = cut.tail_blocks != _STAGE_BLOCKS
 
     def take_stage(step, carry):
         stage, parity, totals = carry
-        index = step * _STAGE_BLOCKS + quarter
+        slot, index = worker * tiles.stages + stage, step * _STAGE_BLOCKS + quarter
         inside = index < cut.blocks
-        ptx.barrier_wait(at.full + stage * 8, parity)
-        address = at.ring + stage * cut.stage_bytes + quarter * cut.block_bytes
+        ptx.barrier_wait(at.full + slot * 8, parity)
+        address = at.ring + slot * cut.stage_bytes + quarter * cut.block_bytes
         loaded = cut.block.load(ptx, address, at.lane)
         ptx.sync_warp()
         with ptx.when(at.lane.equals(0)):
-            ptx.barrier_arrive(at.empty + stage * 8)
+            ptx.barrier_arrive(at.empty + slot * 8)
         ptx.barrier_wait(at.ready + step * 8, ptx.Word(0))
         operand = _SharedOperand(cut, at, ptx.select(inside, index, 0) if ragged else index)
         added = cut.block.product(ptx, loaded, operand, totals)
@@ -456,102 +480,100 @@ def _consume(cut: _Cut, at: _Places) -> None:
                 [ptx.select_float(inside, new, old) for new, old in zip(*pair, strict=True)]
                 for pair in zip(added, totals, strict=True)
             ]
-        return (*_advance(stage, parity, tiles.stages, tiles.warpgroups), added)
+        return (*_advance(stage, parity, tiles.stages), added)
 
-    def take_unit(turn, carry):
-        first, *place = carry
+    def take_unit(turn, place):
         totals = [[ptx.Float(0.0)] * 4 for _ in range(cut.rows // 8)]
-        *place, totals = ptx.loop(first, cut.steps, tiles.warpgroups, (*place, totals), take_stage)
-        buffer = turn % _SUM_BUFFERS
-        ptx.barrier_wait(at.added + buffer * 8, (turn // _SUM_BUFFERS & 1) ^ 1)
-        slot = at.sums + (buffer * cut.consumers + at.warp) * cut.sums_bytes
-        for tile, total in enumerate(totals):
-            ptx.store_shared(slot + at.lane * 16, total, tile * 512)
-        ptx.sync_warp()
-        with ptx.when(at.lane.equals(0)):
-            ptx.barrier_arrive(at.summed + buffer * 8)
-        taken = (ptx.Word(cut.steps + tiles.warpgroups - 1) - first) // tiles.warpgroups
-        return (first + taken * tiles.warpgroups - cut.steps, *place)
+        *place, totals = ptx.loop(0, cut.steps, 1, (*place, totals), take_stage)
+        outputs.add_warps(turn, totals)
+        return tuple(place)
 
-    ptx.loop(0, at.turns, 1, (worker, worker, ptx.Word(0)), take_unit)
-
-
-def _finish(cut: _Cut, at: _Places) -> None:
-    """Adds the sums of the warps, then of the cluster, and stores outputs."""
-    tiles, num_tiles = cut.tiles, cut.rows // 8
-    thread = at.thread - (cut.consumers * 32 + 32)
-    outputs = _Outputs(cut, at, thread)
-
-    def add(turn, carry):
-        buffer = turn % _SUM_BUFFERS
-        ptx.barrier_wait(at.summed + buffer * 8, turn // _SUM_BUFFERS & 1)
-        first = at.sums + buffer * (cut.consumers * cut.sums_bytes)
-
-        def read(row, column, tile):
-            # Where `ptx.mma` keeps an output: lane 4 (row % 8) + column / 2.
-            place = (row & 7) * 64 + (column >> 1) * 16 + (row >> 3) * 8 + (column & 1) * 4
-            return _sum(first + place, tile * 512, cut.sums_bytes, cut.consumers)
-
-        if tiles.cluster == 1:
-            outputs.store(turn, read)
-        else:
-            target = turn % tiles.cluster
-            barrier = ptx.remote_address(at.arrived + turn * 8, target)
-            slot = at.received + (turn * tiles.cluster + at.part) * cut.sums_bytes
-            for tile in range(num_tiles):
-                for half in range(2):
-                    row, column = thread & 15, (thread >> 4) + 4 * half
-                    remote = ptx.remote_address(slot + (column * 16 + row) * 4 + tile * 512, target)
-                    ptx.send(remote, read(row, column, tile), barrier)
-        ptx.sync_warp()
-        with ptx.when(at.lane.equals(0)):
-            ptx.barrier_arrive(at.added + buffer * 8)
-        return carry
-
-    def add_cluster(turn, carry):
-        ptx.barrier_wait(at.arrived + turn * 8, ptx.Word(0))
-        first = at.received + turn * (tiles.cluster * cut.sums_bytes)
-        outputs.store(
-            turn,
-            lambda row, column, tile: _sum(
-                first + (column * 16 + row) * 4, tile * 512, cut.sums_bytes, tiles.cluster
-            ),
-        )
-        return carry
-
-    ptx.loop(0, at.turns, 1, ptx.Word(0), add)
-    if tiles.cluster > 1:
-        ptx.loop(at.part, at.turns, tiles.cluster, ptx.Word(0), add_cluster)
-
-
-def _sum(address: ptx.Word, offset: int, stride: int, number: int) -> ptx.Float:
-    """Returns the sum of floats a stride apart in shared memory, first to last."""
-    values = [ptx.load_shared_floats(address, offset + i * stride)[0] for i in range(number)]
-    return functools.reduce(lambda a, b: a + b, values[1:], values[0])
+    zero, turns = ptx.Word(0), at.turns(cut, worker)
+    ptx.loop(0, turns, 1, (zero, zero), take_unit)
+    if tiles.parts > 1:
+        ptx.loop(at.part, turns, tiles.parts, zero, outputs.add_parts)
 
 
 class _Outputs:
-    """Scales the sums of a unit and stores what the epilogue makes of them."""
+    """Adds sums of a unit in a fixed order and stores what the epilogue makes of them."""
 
-    def __init__(self, cut: _Cut, at: _Places, thread: ptx.Word):
-        self.cut, self.at = cut, at
+    def __init__(self, cut: _Cut, at: _Places, worker: ptx.Word):
+        self.cut, self.at, self.worker = cut, at, worker
+        self.thread = at.thread & 127
         height = 4 if cut.epilogue == "none" else 3  # log2 of the outputs of a unit
-        self.row, first = thread & (1 << height) - 1, thread >> height
-        columns = [first, first + 4] if cut.epilogue == "none" else [first]
-        self.places = [(c, tile) for tile in range(cut.rows // 8) for c in columns]
+        self.row, self.column = self.thread & (1 << height) - 1, self.thread >> height
+        column = self.column & 7
         self.scales = [
             ptx.as_float(
                 ptx.load_global_coherent(ptx.offset_address(at.scales, column + 8 * tile, 4))
             )
-            for column, tile in self.places
+            for tile in range(cut.rows // 8)
         ]
 
-    def store(self, turn: ptx.Word, read: Callable[..., ptx.Float]) -> None:
-        """Stores the unit of a turn from its sums `read(row, column, tile)`."""
-        cut, unit = self.cut, self.at.unit(self.cut, turn)
-        for (column, tile), scale in zip(self.places, self.scales, strict=True):
-            value = read(self.row, column, tile) * scale
-            if cut.epilogue == "silu_gate":
-                value = ptx.silu(value) * (read(self.row + 8, column, tile) * scale)
-            index = (column + 8 * tile) * cut.outputs + unit * (cut.outputs // cut.units) + self.row
-            ptx.store_global(ptx.offset_address(self.at.out, index, 4), value)
+    def add_warps(self, turn: ptx.Word, totals: list[list[ptx.Float]]) -> None:
+        """Adds the sums of the four warps; stores outputs, or sends sums on to their part."""
+        cut, at = self.cut, self.at
+        # Two buffers in turn: a warp that is ahead writes the other one.
+        buffer = at.sums + (self.worker * 2 + (turn & 1)) * (4 * cut.sums_bytes)
+        for tile, total in enumerate(totals):
+            ptx.store_shared(buffer + self.thread * 16, total, tile * 2048)
+        ptx.sync_threads(self.worker + 1, 128)
+
+        def read(row, column, tile):
+            # Where `ptx.mma` keeps an output: lane 4 (row % 8) + column / 2.
+            place = (row & 7) * 64 + (column >> 1) * 16 + (row >> 3) * 8 + (column & 1) * 4
+            first, *rest = (
+                ptx.load_shared_floats(buffer + place, tile * 2048 + warp * 512)[0]
+                for warp in range(4)
+            )
+            return functools.reduce(lambda a, b: a + b, rest, first)
+
+        if cut.tiles.parts == 1:
+            self._store(turn, read)
+            return
+        target = turn % cut.tiles.parts * cut.tiles.sharers + at.sharer
+        place = self._slot(turn) + at.part * cut.sums_bytes + self.thread * 4
+        barrier = ptx.remote_address(at.arrived + self._index(turn) * 8, target)
+        for tile in range(len(totals)):
+            remote = ptx.remote_address(place + tile * 512, target)
+            ptx.send(remote, read(self.thread & 15, self.thread >> 4, tile), barrier)
+
+    def add_parts(self, turn: ptx.Word, carry):
+        """Adds the sums that the blocks of all parts sent, and stores outputs."""
+        parts, sums_bytes = self.cut.tiles.parts, self.cut.sums_bytes
+        ptx.barrier_wait(self.at.arrived + self._index(turn) * 8, ptx.Word(0))
+
+        def read(row, column, tile):
+            place = self._slot(turn) + (column * 16 + row) * 4
+            first, *rest = (
+                ptx.load_shared_floats(place, part * sums_bytes + tile * 512)[0]
+                for part in range(parts)
+            )
+            return functools.reduce(lambda a, b: a + b, rest, first)
+
+        self._store(turn, read)
+        return carry
+
+    def _index(self, turn: ptx.Word) -> ptx.Word:
+        return self.worker * self.cut.turns + turn
+
+    def _slot(self, turn: ptx.Word) -> ptx.Word:
+        return self.at.received + self._index(turn) * (
+            self.cut.tiles.parts * self.cut.sums_bytes
+        )
+
+    def _store(self, turn: ptx.Word, read) -> None:
+        cut, at = self.cut, self.at
+        unit = at.unit(cut, self.worker, turn)
+        for tile, scale in enumerate(self.scales):
+            if cut.epilogue == "none":
+                self._store_one(unit * ROWS, tile, read(self.row, self.column, tile) * scale)
+                continue
+            with ptx.when(self.thread < 64):
+                gate = read(self.row, self.column, tile) * scale
+                up = read(self.row + 8, self.column, tile) * scale
+                self._store_one(unit * (ROWS // 2), tile, ptx.silu(gate) * up)
+
+    def _store_one(self, first: ptx.Word, tile: int, value: ptx.Float) -> None:
+        index = (self.column + 8 * tile) * self.cut.outputs + first + self.row
+        ptx.store_global(ptx.offset_address(self.at.out, index, 4), value)

@@ -443,9 +443,28 @@ def send(remote: Word, value: Float, remote_barrier: Word) -> None:
     )
 
 
-def prefetch_bulk(source: ir.Value, num_bytes: Word | int) -> None:
-    """Calls contiguous global bytes into the cache."""
-    _asm("cp.async.bulk.prefetch.L2.global [$0], $1;", source, _word(num_bytes))
+def copy_bulk_multicast(
+    shared: Word, source: ir.Value, num_bytes: int, barrier: Word, blocks: Word
+) -> None:
+    """Starts a copy into several blocks of the cluster, at the same place and barrier of each.
+
+    Args:
+      shared: address, as in this block.
+      source: global address.
+      num_bytes: a multiple of 16.
+      barrier: address, as in this block.
+      blocks: bit mask of ranks.
+    """
+    _asm(
+        "{ .reg .b16 mask; cvt.u16.u32 mask, $4;"
+        " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [$0], [$1], $2, [$3], mask; }",
+        shared,
+        source,
+        _word(num_bytes),
+        barrier,
+        blocks,
+    )
 
 
 def sync_threads(name: Word | int, num_threads: int) -> None:
