@@ -32,25 +32,34 @@ class Tiles:
     Attributes:
       warpgroups: consumers in a block of threads, 1 to 4.
       stages: stages of each consumer's ring, of four blocks of weights each.
-      cluster: blocks of threads that share a unit, each with a part of K.
-      grid: blocks of threads, a multiple of `cluster`.
+      parts: blocks of threads that share a unit, each with a part of K.
+      sharers: blocks of threads that fetch their activations together, by multicast.
+      grid: blocks of threads, a multiple of `parts * sharers`, the size of a cluster.
       overlap: fill the rings before the previous kernel has ended (programmatic dependent
         launch); then no kernel may write the layer index.
     """
 
     warpgroups: int = 3
-    stages: int = 4
-    cluster: int = 1
+    stages: int = 2
+    parts: int = 1
+    sharers: int = 1
     grid: int = 132
     overlap: bool = False
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of threads of a cluster."""
+        return self.parts * self.sharers
 
     def __post_init__(self):
         if not 1 <= self.warpgroups <= 4:
             raise ValueError(f"{self.warpgroups=} must be 1 to 4: one producer warp feeds each")
         if self.stages < 1:
             raise ValueError(f"{self.stages=} must be at least 1")
+        if self.cluster not in (1, 2, 4, 8):
+            raise ValueError(f"{self.parts=} times {self.sharers=} must be 1, 2, 4 or 8")
         if self.grid % self.cluster:
-            raise ValueError(f"{self.grid=} must be a multiple of {self.cluster=}")
+            raise ValueError(f"{self.grid=} must be a multiple of {self.parts=} * {self.sharers=}")
 
 
 @jax.tree_util.register_dataclass
@@ -103,11 +112,17 @@ def _words(array: jax.Array) -> jax.Array:
 
 
 def default_tiles(block: Block, outputs: int, k: int, rows: int = 8) -> Tiles:
-    """Returns the cut that the rule of thumb gives: the fewest parts of K that fit, deep rings."""
-    for cluster, grid in ((1, 132), (2, 132), (4, 128), (8, 128)):
-        for warpgroups, stages in ((3, 4), (3, 3), (3, 2), (2, 3), (2, 2)):
-            tiles = Tiles(warpgroups=warpgroups, stages=stages, cluster=cluster, grid=grid)
-            if k % (WEIGHTS * cluster) == 0 and (
+    """Returns the cut that the rule of thumb gives: the fewest parts of K whose activations fit.
+
+    About 64 KB in flight in a block of threads are enough for the bandwidth, and more are worse.
+    """
+    # An H200 has room for 66 clusters of two, 30 of four, 15 of eight.
+    for parts, sharers, grid in ((1, 2, 132), (2, 1, 132), (4, 1, 120), (8, 1, 120)):
+        for warpgroups, stages in ((3, 2), (2, 2), (2, 1)):
+            tiles = Tiles(
+                warpgroups=warpgroups, stages=stages, parts=parts, sharers=sharers, grid=grid
+            )
+            if k % (WEIGHTS * parts) == 0 and (
                 _Cut.sized(block, tiles, "none", rows, outputs // ROWS, k).shared_bytes
                 <= _SHARED_LIMIT
             ):
@@ -181,7 +196,7 @@ class _Cut:
             epilogue=epilogue,
             rows=rows,
             units=units,
-            blocks=k // WEIGHTS // tiles.cluster,
+            blocks=k // WEIGHTS // tiles.parts,
             operand_bytes=words * 4 * (rows // 8),
         )
 
@@ -192,8 +207,8 @@ class _Cut:
             raise ValueError(f"{rows=} must be 8 or 16; pad the activations")
         if blocks * block.words != words:
             raise ValueError(f"{words=} of a unit do not hold K={blocks * WEIGHTS} weights a row")
-        if blocks % tiles.cluster:
-            raise ValueError(f"{blocks=} of 256 weights must split into {tiles.cluster=} parts")
+        if blocks % tiles.parts:
+            raise ValueError(f"{blocks=} of 256 weights must split into {tiles.parts=}")
         if epilogue not in ("none", "silu_gate"):
             raise ValueError(f"{epilogue=} must be 'none' or 'silu_gate'")
         cut = cls.sized(block, tiles, epilogue, rows, units, blocks * WEIGHTS)
@@ -202,13 +217,18 @@ class _Cut:
         if cut.shared_bytes > _SHARED_LIMIT:
             raise ValueError(
                 f"{cut.shared_bytes} bytes of shared memory exceed {_SHARED_LIMIT}; "
-                f"take fewer stages or a larger cluster than {tiles=}"
+                f"take fewer stages or more parts than {tiles=}"
             )
         return cut
 
     @property
     def outputs(self) -> int:
         return self.units * (ROWS if self.epilogue == "none" else ROWS // 2)
+
+    @property
+    def operand_first(self) -> bool:
+        """Whether activations can be fetched before the previous kernel, or a sharer, is known."""
+        return not self.tiles.overlap and self.tiles.sharers == 1
 
     @property
     def block_bytes(self) -> int:
@@ -230,11 +250,16 @@ class _Cut:
 
     @property
     def unit_bytes(self) -> int:
-        return self.blocks * self.tiles.cluster * self.block_bytes
+        return self.blocks * self.tiles.parts * self.block_bytes
 
     @property
     def workers(self) -> int:
-        return self.tiles.grid // self.tiles.cluster * self.tiles.warpgroups
+        return self.groups * self.tiles.warpgroups
+
+    @property
+    def groups(self) -> int:
+        """Blocks of threads that take units, those of a unit's parts counted once."""
+        return self.tiles.grid // self.tiles.parts
 
     @property
     def turns(self) -> int:
@@ -253,15 +278,15 @@ class _Cut:
 
     @property
     def shared_words(self) -> list[int]:
-        """Sizes of: rings, activations, warps' sums, clusters' sums, barriers."""
+        """Sizes of: rings, activations, warps' sums, sums of other parts, barriers."""
         tiles = self.tiles
-        clusters = self.turns * tiles.cluster if tiles.cluster > 1 else 0
+        received = self.turns * tiles.parts if tiles.parts > 1 else 0
         barriers = tiles.warpgroups * (2 * tiles.stages + self.turns) + self.steps
         return [
             tiles.warpgroups * tiles.stages * self.stage_bytes // 4,
             self.blocks * self.operand_bytes // 4,
             tiles.warpgroups * 2 * 4 * self.sums_bytes // 4,
-            max(1, tiles.warpgroups * clusters * self.sums_bytes // 4),
+            max(1, tiles.warpgroups * received * self.sums_bytes // 4),
             2 * barriers,
         ]
 
@@ -273,15 +298,15 @@ class _Places:
         tiles = cut.tiles
         weights, layer, operand, scales, out, *shared = refs
         self.operand_gmem, self.scales, self.out = map(ptx.global_address, (operand, scales, out))
-        self.ring, self.operand, self.sums, self.cluster_sums, self.full = map(
+        self.ring, self.operand, self.sums, self.received, self.full = map(
             ptx.shared_address, shared
         )
         self.thread = ptx.thread_index()
         self.warp = ptx.uniform(self.thread >> 5)
         self.lane = self.thread & 31
-        self.part = ptx.cluster_rank() if tiles.cluster > 1 else ptx.Word(0)
-        self.group = ptx.block_index() // tiles.cluster
-        self.groups = tiles.grid // tiles.cluster
+        rank = ptx.cluster_rank() if tiles.cluster > 1 else ptx.Word(0)
+        self.part, self.sharer = rank // tiles.sharers, rank % tiles.sharers
+        self.group = ptx.block_index() // tiles.cluster * tiles.sharers + self.sharer
         self.empty = self.full + 8 * tiles.warpgroups * tiles.stages
         self.arrived = self.empty + 8 * tiles.warpgroups * tiles.stages
         self.ready = self.arrived + 8 * tiles.warpgroups * cut.turns
@@ -294,12 +319,12 @@ class _Places:
 
     def turns(self, cut: _Cut, worker) -> ptx.Word:
         """Returns how many units consumer `worker` of this block of threads takes."""
-        first = worker * self.groups + self.group
+        first = worker * cut.groups + self.group
         return (ptx.Word(cut.units - 1 + cut.workers) - first) // cut.workers
 
     def unit(self, cut: _Cut, worker, turn) -> ptx.Word:
         """Returns the unit of a turn: neighbours in memory go to neighbouring blocks."""
-        return (turn * cut.tiles.warpgroups + worker) * self.groups + self.group
+        return (turn * cut.tiles.warpgroups + worker) * cut.groups + self.group
 
 
 def _advance(stage, parity, stages: int):
@@ -322,12 +347,21 @@ def _fetch(cut: _Cut, at: _Places, worker, turn, step, stage) -> None:
 
 def _fetch_operand(cut: _Cut, at: _Places, step: int) -> None:
     """Starts the copy of the activations that a step of every unit meets."""
+    sharers = cut.tiles.sharers
     blocks = cut.tail_blocks if step == cut.steps - 1 else _STAGE_BLOCKS
     offset, size = step * _STAGE_BLOCKS * cut.operand_bytes, blocks * cut.operand_bytes
     source = ptx.offset_address(at.operand_gmem, at.part, cut.blocks * cut.operand_bytes)
     source = ptx.offset_address(source, ptx.Word(1), offset)
-    ptx.barrier_expect(at.ready + 8 * step, size)
-    ptx.copy_bulk_cached(at.operand + offset, source, size, at.ready + 8 * step)
+    ready = at.ready + 8 * step
+    ptx.barrier_expect(ready, size)
+    if sharers == 1:
+        ptx.copy_bulk_cached(at.operand + offset, source, size, ready)
+        return
+    piece = size // sharers
+    source = ptx.offset_address(source, at.sharer, piece)
+    blocks_of_part = ptx.Word((1 << sharers) - 1) << (at.part * sharers)
+    target = at.operand + offset + at.sharer * piece
+    ptx.copy_bulk_multicast(target, source, piece, ready, blocks_of_part)
 
 
 def _start_kernel(cut: _Cut, _, *refs) -> None:
@@ -341,18 +375,18 @@ def _start_kernel(cut: _Cut, _, *refs) -> None:
         for slot in range(slots):
             ptx.barrier_init(at.full + 8 * slot, 1)
             ptx.barrier_init(at.empty + 8 * slot, 4)
-        for slot in range(tiles.warpgroups * cut.turns):
+        for slot in range(tiles.warpgroups * cut.turns if tiles.parts > 1 else 0):
             ptx.barrier_init(at.arrived + 8 * slot, 1)
         for step in range(cut.steps):
             ptx.barrier_init(at.ready + 8 * step, 1)
         ptx.fence_barriers()
-        if tiles.cluster > 1:
+        if tiles.parts > 1:
             for slot in range(tiles.warpgroups * cut.turns):
-                ptx.barrier_expect(at.arrived + 8 * slot, tiles.cluster * cut.sums_bytes)
+                ptx.barrier_expect(at.arrived + 8 * slot, tiles.parts * cut.sums_bytes)
         if tiles.overlap:
             ptx.launch_next_kernel()
         for place in range(max(tiles.stages, cut.steps)):
-            if place < cut.steps and not tiles.overlap:
+            if place < cut.steps and cut.operand_first:
                 _fetch_operand(cut, at, place)
             if place < tiles.stages:
                 turn, step = divmod(place, cut.steps)
@@ -370,11 +404,15 @@ def _stream_kernel(cut: _Cut, _, *refs) -> None:
     tiles, at = cut.tiles, _Places(cut, refs)
     feeder = at.warp - 4 * tiles.warpgroups
     with ptx.when(feeder < tiles.warpgroups), ptx.when(at.lane.equals(0)):
-        if tiles.overlap:
+        with ptx.when(feeder.equals(0)):
+            for step in range(0 if cut.operand_first else cut.steps):
+                _fetch_operand(cut, at, step)
+        _feed(cut, at, feeder)
+        if tiles.sharers > 1:
+            # A block must not end while others may still write into it.
             with ptx.when(feeder.equals(0)):
                 for step in range(cut.steps):
-                    _fetch_operand(cut, at, step)
-        _feed(cut, at, feeder)
+                    ptx.barrier_wait(at.ready + 8 * step, ptx.Word(0))
     with ptx.when(at.warp < 4 * tiles.warpgroups):
         _consume(cut, at)
 
@@ -452,8 +490,8 @@ def _consume(cut: _Cut, at: _Places) -> None:
 
     zero, turns = ptx.Word(0), at.turns(cut, worker)
     ptx.loop(0, turns, 1, (zero, zero), take_unit)
-    if tiles.cluster > 1:
-        ptx.loop(at.part, turns, tiles.cluster, zero, outputs.add_cluster)
+    if tiles.parts > 1:
+        ptx.loop(at.part, turns, tiles.parts, zero, outputs.add_parts)
 
 
 class _Outputs:
@@ -473,7 +511,7 @@ class _Outputs:
         ]
 
     def add_warps(self, turn: ptx.Word, totals: list[list[ptx.Float]]) -> None:
-        """Adds the sums of the four warps; stores outputs, or sends sums on within the cluster."""
+        """Adds the sums of the four warps; stores outputs, or sends sums on to their part."""
         cut, at = self.cut, self.at
         # Two buffers in turn: a warp that is ahead writes the other one.
         buffer = at.sums + (self.worker * 2 + (turn & 1)) * (4 * cut.sums_bytes)
@@ -490,26 +528,26 @@ class _Outputs:
             )
             return functools.reduce(lambda a, b: a + b, rest, first)
 
-        if cut.tiles.cluster == 1:
+        if cut.tiles.parts == 1:
             self._store(turn, read)
             return
-        target = turn % cut.tiles.cluster
+        target = turn % cut.tiles.parts * cut.tiles.sharers + at.sharer
         place = self._slot(turn) + at.part * cut.sums_bytes + self.thread * 4
         barrier = ptx.remote_address(at.arrived + self._index(turn) * 8, target)
         for tile in range(len(totals)):
             remote = ptx.remote_address(place + tile * 512, target)
             ptx.send(remote, read(self.thread & 15, self.thread >> 4, tile), barrier)
 
-    def add_cluster(self, turn: ptx.Word, carry):
-        """Adds the sums that the blocks of the cluster sent, and stores outputs."""
-        cluster, sums_bytes = self.cut.tiles.cluster, self.cut.sums_bytes
+    def add_parts(self, turn: ptx.Word, carry):
+        """Adds the sums that the blocks of all parts sent, and stores outputs."""
+        parts, sums_bytes = self.cut.tiles.parts, self.cut.sums_bytes
         ptx.barrier_wait(self.at.arrived + self._index(turn) * 8, ptx.Word(0))
 
         def read(row, column, tile):
             place = self._slot(turn) + (column * 16 + row) * 4
             first, *rest = (
                 ptx.load_shared_floats(place, part * sums_bytes + tile * 512)[0]
-                for part in range(cluster)
+                for part in range(parts)
             )
             return functools.reduce(lambda a, b: a + b, rest, first)
 
@@ -520,8 +558,8 @@ class _Outputs:
         return self.worker * self.cut.turns + turn
 
     def _slot(self, turn: ptx.Word) -> ptx.Word:
-        return self.at.cluster_sums + self._index(turn) * (
-            self.cut.tiles.cluster * self.cut.sums_bytes
+        return self.at.received + self._index(turn) * (
+            self.cut.tiles.parts * self.cut.sums_bytes
         )
 
     def _store(self, turn: ptx.Word, read) -> None:

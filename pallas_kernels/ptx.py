@@ -214,7 +214,7 @@ def when(predicate: ir.Value) -> Iterator[None]:
 
 
 def loop(start: Word | int, stop: Word | int, step: Word | int, carry: Any, body: Callable) -> Any:
-    """Returns the carry after `carry = body(index, carry)` for index in range(start, stop, step)."""
+    """Returns the carry after `carry = body(index, carry)` for each index of a range."""
     leaves, tree = jax.tree.flatten(carry)
     bounds = [_word(bound).value for bound in (start, stop, step)]
     operation = scf.ForOp(*bounds, leaves)
@@ -440,6 +440,30 @@ def send(remote: Word, value: Float, remote_barrier: Word) -> None:
         remote,
         Word(arith.bitcast(_i32(), value.value)),
         remote_barrier,
+    )
+
+
+def copy_bulk_multicast(
+    shared: Word, source: ir.Value, num_bytes: int, barrier: Word, blocks: Word
+) -> None:
+    """Starts a copy into several blocks of the cluster, at the same place and barrier of each.
+
+    Args:
+      shared: address, as in this block.
+      source: global address.
+      num_bytes: a multiple of 16.
+      barrier: address, as in this block.
+      blocks: bit mask of ranks.
+    """
+    _asm(
+        "{ .reg .b16 mask; cvt.u16.u32 mask, $4;"
+        " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [$0], [$1], $2, [$3], mask; }",
+        shared,
+        source,
+        _word(num_bytes),
+        barrier,
+        blocks,
     )
 
 
