@@ -24,6 +24,7 @@ from openjet_jax.checkpoint import (
 from openjet_jax.compiled import cache_directory
 from openjet_jax.config import DecodeConfig, ModelConfig
 from openjet_jax.stacks import load_weights
+from openjet_jax.tiling import resolve_backend, tiled_weights
 from openjet_jax.tokenizer import Tokenizer
 from openjet_jax.weights import Weights
 
@@ -46,6 +47,7 @@ class Model:
       facts: what its file says of itself: name, licence, recommended sampling.
       hash: SHA-256 that names the checkpoint.
       directory: of the checkpoint.
+      backend: "mosaic" or "reference".
       programs: compiled programs by the shapes they are for.
     """
 
@@ -57,6 +59,7 @@ class Model:
     facts: Mapping[str, Any]
     hash: str
     directory: Path
+    backend: str
     programs: dict[DecodeConfig, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -77,21 +80,26 @@ class Model:
         return render_ids(self.tokenizer, self.template, messages, **options)
 
 
-def load(name: str | os.PathLike[str]) -> Model:
+def load(name: str | os.PathLike[str], *, backend: str = "auto") -> Model:
     """Returns a model with its weights on the device.
 
     Args:
       name: a checkpoint's directory; a .gguf file, converted first unless that was done before; or
         `tiny`, the bundled model.
+      backend: "mosaic" runs the kernels for sm_90 GPUs, "reference" plain `jax.numpy`; "auto" takes
+        the kernels where they run.
 
     Raises:
       CheckpointError: the checkpoint is missing, damaged, or of another version.
       ValueError: the .gguf is not a sound model of a supported kind.
       OSError: the system refuses, or the disk has not enough room.
     """
+    backend = resolve_backend(backend)
     directory = checkpoint_of(name)
     config = read_config(directory)
     _, weights = load_weights(directory)
+    if backend == "mosaic":
+        weights = tiled_weights(weights)
     template = directory / TEMPLATE_FILE
     return Model(
         config=config.model,
@@ -102,6 +110,7 @@ def load(name: str | os.PathLike[str]) -> Model:
         facts=config.provenance["facts"],
         hash=config.hash,
         directory=directory,
+        backend=backend,
     )
 
 

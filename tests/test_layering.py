@@ -13,7 +13,7 @@ ORDER = [
     {"config"},
     {"settings"},
     {"filters", "weights"},
-    {"sampling", "draft_vocabulary", "checkpoint", "stacks"},
+    {"sampling", "draft_vocabulary", "checkpoint", "stacks", "tiling"},
     {"state", "layers"},
     {"model", "draft"},
     {"cycle", "prefill"},
