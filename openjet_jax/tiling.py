@@ -1,4 +1,4 @@
-"""From packed rows to the order in which the decode kernels read: done once, when a model is loaded.
+"""From packed rows to the order in which the decode kernels read: done once, at loading.
 
 The kernels are for sm_90 GPUs. A projection takes part if every format its layers use has a block
 and its sizes are whole blocks; others (the small alpha and beta projections, say) stay packed and
