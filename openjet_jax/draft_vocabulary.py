@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from openjet_jax.weights import DraftHead, MtpWeights, Packed, Weights, project
+from openjet_jax.weights import DraftHead, MtpWeights, Packed, Projection, Weights, project
 from pallas_kernels.packed import Planes
 
 DEFAULT_SIZE = 32_768
@@ -84,7 +84,7 @@ def make_draft_head(head: Packed, ids: np.ndarray, vocab: int) -> DraftHead:
     return DraftHead(head=rows, ids=jnp.asarray(ids), member=jnp.asarray(member))
 
 
-def _full_head(weights: Weights, mtp: MtpWeights) -> Packed:
+def _full_head(weights: Weights, mtp: MtpWeights) -> Projection:
     return weights.head if mtp.head is None else mtp.head
 
 
