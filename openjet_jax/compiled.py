@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax._src.config import enable_compilation_cache
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from openjet_jax.config import DecodeConfig, ModelConfig
 from openjet_jax.cycle import cycles
@@ -268,9 +269,13 @@ class Programs:
 
         program.__name__ = name
         jitted = jax.jit(program, donate_argnums=() if donate is None else donate)
+        lowered = jitted.lower(*args)
         # What JAX's own cache loaded cannot be serialised again: on a CPU its functions are lost.
+        # Once used, that cache looks at its switch no more until it is reset.
+        compilation_cache.reset_cache()
         with enable_compilation_cache(False):
-            compiled = jitted.lower(*args).compile()
+            compiled = lowered.compile()
+        compilation_cache.reset_cache()
         self.store.write(key, serialize_executable.serialize(compiled)[0])
         return compiled, True
 

@@ -59,6 +59,27 @@ def checked_ids(ids: Sequence[int] | np.ndarray, vocab: int) -> Int[np.ndarray, 
     return array.astype(np.int32)
 
 
+def check_stop_ids(ids: Sequence[int], vocab: int) -> None:
+    """Raises ValueError if there are too many stop ids or one is outside the vocabulary."""
+    if len(ids):
+        checked_ids(ids, vocab)
+    if len(set(ids)) > MAX_STOP_IDS:
+        raise ValueError(f"{len(set(ids))} stop ids are too many; at most {MAX_STOP_IDS}")
+
+
+def cycles_of(decode: DecodeConfig, cycles_per_dispatch: int | None) -> int:
+    """Returns how many cycles a dispatch runs: as asked, by default the compiled most.
+
+    Raises:
+      ValueError: more than that are asked for, or none.
+    """
+    most = decode.cycles_per_dispatch
+    count = most if cycles_per_dispatch is None else cycles_per_dispatch
+    if not 1 <= count <= most:
+        raise ValueError(f"{cycles_per_dispatch=} must be in 1..{most}")
+    return count
+
+
 def chunk_sizes(sizes: Sequence[int], count: int) -> list[int]:
     """Returns the program sizes that read `count` tokens: the largest first, then the best fit."""
     whole, rest = divmod(count, sizes[-1])
@@ -157,12 +178,8 @@ class Conversation:
         Raises:
           ValueError: nothing was read yet, or a limit is exceeded.
         """
-        most = self.decode.cycles_per_dispatch
-        count = most if cycles_per_dispatch is None else cycles_per_dispatch
-        if not 1 <= count <= most:
-            raise ValueError(f"cycles_per_dispatch={count} must be in 1..{most}")
-        if len(set(stop_ids)) > MAX_STOP_IDS:
-            raise ValueError(f"{len(set(stop_ids))} stop ids are too many; at most {MAX_STOP_IDS}")
+        count = cycles_of(self.decode, cycles_per_dispatch)
+        check_stop_ids(stop_ids, self.programs.config.vocab)
         if not self.ids:
             raise ValueError("nothing was read yet: a conversation starts with a prompt")
         policy = AutoDepth(depth.depth) if depth.auto else None

@@ -14,7 +14,13 @@ from jaxtyping import Float, Int
 
 from openjet_jax.compiled import Programs
 from openjet_jax.config import DecodeConfig
-from openjet_jax.conversation import Conversation, checked_ids, chunk_sizes
+from openjet_jax.conversation import (
+    Conversation,
+    check_stop_ids,
+    checked_ids,
+    chunk_sizes,
+    cycles_of,
+)
 from openjet_jax.depth import DepthPolicy, parse_depth
 from openjet_jax.loading import Model
 from openjet_jax.sampling import initial_sampling_state
@@ -188,21 +194,21 @@ def stream(
     """
     sampling = sampling or Sampling()
     policy, matcher = depth_policy(model, depth), StopMatcher(stop)
-    if max_new_tokens < 1:
-        raise ValueError(f"{max_new_tokens=} must be at least 1")
+    if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
+        raise ValueError(f"{max_new_tokens=} must be an integer, at least 1")
     if ignore_eos and stop_ids:
         raise ValueError(f"ignore_eos contradicts {stop_ids=}; leave one out")
     ids, config = _prompt_ids(model, prompt, messages, template_options), model.config
-    if stop_ids:
-        checked_ids(stop_ids, config.vocab)
+    stops = () if ignore_eos else model.tokenizer.stop_ids if stop_ids is None else stop_ids
+    check_stop_ids(stops, config.vocab)
     initial_sampling_state(sampling, config.vocab, config.vocab_used)  # it checks logit_bias
     if conversation is None:
         conversation = Conversation(model.weights, programs_for(model, context, kv_dtype))
     elif context is not None or kv_dtype is not None:
         raise ValueError(f"{context=} and {kv_dtype=} are the conversation's own; leave them out")
     conversation.check_room(len(ids))
+    cycles_of(conversation.decode, cycles_per_dispatch)
     conversation.stats = stats = Stats(ready_s=conversation.stats.ready_s)
-    stops = () if ignore_eos else model.tokenizer.stop_ids if stop_ids is None else stop_ids
     programs, sizes = conversation.programs, chunk_sizes(conversation.decode.chunks, len(ids))
     conversation.prepare(
         partial(programs.cycles, sampling.kind, policy.max_depth),
