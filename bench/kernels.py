@@ -55,20 +55,17 @@ def variants(k: int) -> list[Tiles]:
         Tiles(warpgroups=warpgroups, stages=stages, parts=parts, sharers=sharers, grid=grid)
         for parts, sharers, grid, warpgroups, stages in (
             (1, 1, 132, 3, 2),
+            (1, 1, 132, 3, 3),
+            (1, 1, 132, 4, 2),
             (1, 2, 132, 3, 2),
-            (1, 2, 132, 3, 3),
             (1, 4, 120, 3, 2),
-            (1, 4, 120, 3, 3),
-            (1, 4, 120, 4, 2),
-            (2, 1, 132, 3, 2),
+            (2, 1, 132, 2, 2),
+            (2, 1, 132, 3, 1),
             (2, 2, 120, 2, 2),
-            (2, 2, 120, 3, 1),
             (4, 1, 120, 3, 2),
-            (4, 1, 120, 3, 3),
             (4, 1, 120, 4, 2),
-            (4, 2, 120, 3, 2),
         )
-        if (parts > 1) == (k > 8192) or (parts, stages) == (2, 1)
+        if (parts > 1) == (k > 8192)
     ]
 
 

@@ -100,17 +100,19 @@ def _copy_kernel(part, tiles: CopyTiles, slab_bytes: int, _, *refs):
     count, first = _share(tiles, items, per_block, block)
     row = ptx.load_global(ptx.global_address(layer_ref))[0]
     slab = ptx.offset_address(ptx.global_address(slabs_ref), row, slab_bytes)
-    start_copy = ptx.copy_bulk if tiles.evict_first else ptx.copy_bulk_cached
+    policy = ptx.evict_first_policy()
+
+    def item_address(item):
+        return ptx.offset_address(slab, item, tiles.stage_bytes)
 
     def fetch(step, stage):
         item = step * tiles.blocks + block if tiles.interleaved else first + step
         ptx.barrier_expect(full + stage * 8, tiles.stage_bytes)
-        start_copy(
-            ring + stage * tiles.stage_bytes,
-            ptx.offset_address(slab, item, tiles.stage_bytes),
-            tiles.stage_bytes,
-            full + stage * 8,
-        )
+        target, source = ring + stage * tiles.stage_bytes, item_address(item)
+        if tiles.evict_first:
+            ptx.copy_bulk(target, source, tiles.stage_bytes, full + stage * 8, policy)
+        else:
+            ptx.copy_bulk_cached(target, source, tiles.stage_bytes, full + stage * 8)
 
     if part == "fill":
         with ptx.when(thread.equals(tiles.threads)):

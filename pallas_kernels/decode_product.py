@@ -117,7 +117,7 @@ def default_tiles(block: Block, outputs: int, k: int, rows: int = 8) -> Tiles:
     About 64 KB in flight in a block of threads are enough for the bandwidth, and more are worse.
     """
     # An H200 has room for 66 clusters of two, 30 of four, 15 of eight.
-    for parts, sharers, grid in ((1, 2, 132), (2, 1, 132), (4, 1, 120), (8, 1, 120)):
+    for parts, sharers, grid in ((1, 1, 132), (2, 1, 132), (4, 1, 120), (8, 1, 120)):
         for warpgroups, stages in ((3, 2), (2, 2), (2, 1)):
             tiles = Tiles(
                 warpgroups=warpgroups, stages=stages, parts=parts, sharers=sharers, grid=grid
@@ -226,11 +226,6 @@ class _Cut:
         return self.units * (ROWS if self.epilogue == "none" else ROWS // 2)
 
     @property
-    def operand_first(self) -> bool:
-        """Whether activations can be fetched before the previous kernel, or a sharer, is known."""
-        return not self.tiles.overlap and self.tiles.sharers == 1
-
-    @property
     def block_bytes(self) -> int:
         return self.block.words * 4
 
@@ -310,6 +305,7 @@ class _Places:
         self.empty = self.full + 8 * tiles.warpgroups * tiles.stages
         self.arrived = self.empty + 8 * tiles.warpgroups * tiles.stages
         self.ready = self.arrived + 8 * tiles.warpgroups * cut.turns
+        self.evict_first = ptx.evict_first_policy()
         row = ptx.load_global(ptx.global_address(layer))[0]
         self.weights = ptx.offset_address(
             ptx.offset_address(ptx.global_address(weights), row, cut.units * cut.unit_bytes),
@@ -342,7 +338,9 @@ def _fetch(cut: _Cut, at: _Places, worker, turn, step, stage) -> None:
     source = ptx.offset_address(at.weights, at.unit(cut, worker, turn), cut.unit_bytes)
     source = ptx.offset_address(source, step, cut.stage_bytes)
     ptx.barrier_expect(at.full + slot * 8, size)
-    ptx.copy_bulk(at.ring + slot * cut.stage_bytes, source, size, at.full + slot * 8)
+    ptx.copy_bulk(
+        at.ring + slot * cut.stage_bytes, source, size, at.full + slot * 8, at.evict_first
+    )
 
 
 def _fetch_operand(cut: _Cut, at: _Places, step: int) -> None:
@@ -365,56 +363,73 @@ def _fetch_operand(cut: _Cut, at: _Places, step: int) -> None:
 
 
 def _start_kernel(cut: _Cut, _, *refs) -> None:
-    """Prepares barriers and starts the first copies, step by step as consumers will want them.
+    """Prepares barriers and starts the first copies; with overlap, reads only what is constant.
 
-    With overlap, nothing here reads what another kernel may have written.
+    One copy costs its thread some 300 cycles, so every ring, and the activations, have their own
+    thread, and no consumer waits for these threads to come through.
     """
     tiles, at = cut.tiles, _Places(cut, refs)
-    slots = tiles.warpgroups * tiles.stages
-    with ptx.when(at.thread.equals(tiles.warpgroups * 128)):
-        for slot in range(slots):
-            ptx.barrier_init(at.full + 8 * slot, 1)
-            ptx.barrier_init(at.empty + 8 * slot, 4)
-        for slot in range(tiles.warpgroups * cut.turns if tiles.parts > 1 else 0):
-            ptx.barrier_init(at.arrived + 8 * slot, 1)
+    feeder, threads = at.warp - 4 * tiles.warpgroups, (tiles.warpgroups + 1) * 128
+    with ptx.when(at.warp < 4 * tiles.warpgroups):
+        ptx.cluster_arrive() if tiles.cluster > 1 else ptx.sync_threads(0, threads)
+    with ptx.when(ptx.Word(4 * tiles.warpgroups - 1) < at.warp):
+        with ptx.when(at.lane.equals(0)):
+            _prepare_barriers(cut, at, feeder)
+        ptx.sync_warp()
+        ptx.cluster_arrive() if tiles.cluster > 1 else ptx.arrive_threads(0, threads)
+        with ptx.when(feeder < tiles.warpgroups), ptx.when(at.lane.equals(0)):
+            turns = at.turns(cut, feeder)
+            if tiles.overlap:
+                ptx.launch_next_kernel()
+            for place in range(tiles.stages):
+                turn, step = (ptx.Word(i) for i in divmod(place, cut.steps))
+                with ptx.when(turn < turns):
+                    _fetch(cut, at, feeder, turn, step, ptx.Word(place))
+        if tiles.sharers == 1 and not tiles.overlap:
+            _fetch_operands(cut, at, feeder)
+    if tiles.cluster > 1:
+        ptx.cluster_wait()
+        if tiles.sharers > 1 and not tiles.overlap:
+            _fetch_operands(cut, at, feeder)
+
+
+def _prepare_barriers(cut: _Cut, at: _Places, feeder) -> None:
+    tiles = cut.tiles
+    with ptx.when(feeder < tiles.warpgroups):
+        for place in range(tiles.stages):
+            slot = (feeder * tiles.stages + place) * 8
+            ptx.barrier_init(at.full + slot, 1)
+            ptx.barrier_init(at.empty + slot, 4)
+        for turn in range(cut.turns if tiles.parts > 1 else 0):
+            arrived = at.arrived + (feeder * cut.turns + turn) * 8
+            ptx.barrier_init(arrived, 1)
+            ptx.barrier_expect(arrived, tiles.parts * cut.sums_bytes)
+    with ptx.when(feeder.equals(3)):
         for step in range(cut.steps):
             ptx.barrier_init(at.ready + 8 * step, 1)
-        ptx.fence_barriers()
-        if tiles.parts > 1:
-            for slot in range(tiles.warpgroups * cut.turns):
-                ptx.barrier_expect(at.arrived + 8 * slot, tiles.parts * cut.sums_bytes)
-        if tiles.overlap:
-            ptx.launch_next_kernel()
-        for place in range(max(tiles.stages, cut.steps)):
-            if place < cut.steps and cut.operand_first:
-                _fetch_operand(cut, at, place)
-            if place < tiles.stages:
-                turn, step = divmod(place, cut.steps)
-                for worker in range(tiles.warpgroups):
-                    with ptx.when(ptx.Word(turn) < at.turns(cut, ptx.Word(worker))):
-                        words = [ptx.Word(i) for i in (worker, turn, step, place)]
-                        _fetch(cut, at, *words)
-    if tiles.cluster > 1:
-        ptx.sync_cluster()
-    else:
-        ptx.sync_threads(0, (tiles.warpgroups + 1) * 128)
+    ptx.fence_barriers()
+
+
+def _fetch_operands(cut: _Cut, at: _Places, feeder) -> None:
+    with ptx.when(feeder.equals(3)), ptx.when(at.lane.equals(0)):
+        for step in range(cut.steps):
+            _fetch_operand(cut, at, step)
 
 
 def _stream_kernel(cut: _Cut, _, *refs) -> None:
     tiles, at = cut.tiles, _Places(cut, refs)
     feeder = at.warp - 4 * tiles.warpgroups
+    if tiles.overlap:
+        _fetch_operands(cut, at, feeder)
     with ptx.when(feeder < tiles.warpgroups), ptx.when(at.lane.equals(0)):
-        with ptx.when(feeder.equals(0)):
-            for step in range(0 if cut.operand_first else cut.steps):
-                _fetch_operand(cut, at, step)
         _feed(cut, at, feeder)
-        if tiles.sharers > 1:
-            # A block must not end while others may still write into it.
-            with ptx.when(feeder.equals(0)):
-                for step in range(cut.steps):
-                    ptx.barrier_wait(at.ready + 8 * step, ptx.Word(0))
     with ptx.when(at.warp < 4 * tiles.warpgroups):
         _consume(cut, at)
+    if tiles.sharers > 1:
+        # A block must not end while others may still write into it.
+        with ptx.when(feeder.equals(3)):
+            for step in range(cut.steps):
+                ptx.barrier_wait(at.ready + 8 * step, ptx.Word(0))
 
 
 def _feed(cut: _Cut, at: _Places, worker) -> None:

@@ -401,19 +401,26 @@ def barrier_expect(barrier: Word, num_bytes: Word | int) -> None:
     _asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", barrier, _word(num_bytes))
 
 
-def copy_bulk(shared: Word, source: ir.Value, num_bytes: Word | int, barrier: Word) -> None:
-    """Starts a copy of contiguous global bytes (16-byte granules) that completes on a barrier.
+def evict_first_policy() -> ir.Value:
+    """Returns the cache policy of bytes that are read once: their lines leave first."""
+    text = "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;"
+    return _pure(text, result=_i64)
 
-    The lines are marked as the first to leave the cache: packed weights are read once.
+
+def copy_bulk(
+    shared: Word, source: ir.Value, num_bytes: Word | int, barrier: Word, policy: ir.Value
+) -> None:
+    """Starts a copy of contiguous global bytes (16-byte granules) that completes on a barrier.
+    The policy is of `evict_first_policy`.
     """
     _asm(
-        "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
-        " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [$0], [$1], $2, [$3], policy; }",
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [$0], [$1], $2, [$3], $4;",
         shared,
         source,
         _word(num_bytes),
         barrier,
+        policy,
     )
 
 
@@ -472,6 +479,11 @@ def sync_threads(name: Word | int, num_threads: int) -> None:
     _asm(f"bar.sync $0, {num_threads};", _word(name))
 
 
+def arrive_threads(name: Word | int, num_threads: int) -> None:
+    """Counts this thread in for `sync_threads` of others, without waiting."""
+    _asm(f"bar.arrive $0, {num_threads};", _word(name))
+
+
 def sync_warp() -> None:
     """Waits for the other lanes of the warp."""
     _asm("bar.warp.sync -1;")
@@ -487,6 +499,11 @@ def launch_next_kernel() -> None:
     _asm("griddepcontrol.launch_dependents;")
 
 
-def sync_cluster() -> None:
-    """Waits for every thread of every block of the cluster."""
-    _asm("barrier.cluster.arrive; barrier.cluster.wait;")
+def cluster_arrive() -> None:
+    """Tells the cluster that this thread has come so far; orders no memory but fenced barriers."""
+    _asm("barrier.cluster.arrive.relaxed;")
+
+
+def cluster_wait() -> None:
+    """Waits until every thread of the cluster has arrived."""
+    _asm("barrier.cluster.wait.acquire;")
