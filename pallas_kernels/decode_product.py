@@ -65,17 +65,17 @@ class Tiles:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Activations as the kernels read them: float16, with what the accumulators start from.
+    """Activations as the kernels read them: float16, with the sums that go with scales and mins.
 
-    Row r is divided by scales[r], a power of two that brings its largest magnitude to 256..512, so
-    nothing overflows and rounding is 2^-12 of a value.
+    Row r is divided by scales[r], a power of two that brings its largest magnitude to 16..32, so
+    nothing overflows and rounding is 2^-12 of a value down to 2^-15 of the largest.
 
     Attributes:
       blocks: uint32 [K / 256, words]: for each run of 32, row and quad lane t, the eight float16
         of elements 4t..4t+3 and 16+4t..16+4t+3, elements 2 and 3 of each four divided by 16 (see
-        `decode_blocks`); then float32 accumulator starts [run, R / 8, t, 2 starts, 2 columns];
-        then, for blocks with mins, fragments of the sums over runs [R / 8, 32 lanes, 2], as high
-        and low float16.
+        `decode_blocks`); then fragments of the block's offsets [R / 8, 32 lanes, 2 or 4]; then,
+        for blocks with mins, of the sums over runs [R / 8, 32 lanes, 2]. Offsets and sums are
+        pairs of float16, high and low parts.
       scales: float32 [R].
     """
 
@@ -86,25 +86,34 @@ class Activations:
 def prepare(x: jax.Array, block: Block) -> Activations:
     """Returns activations [R, K] (R = 8 or 16) as products with this kind of block read them."""
     rows, k = x.shape
-    tiles, blocks = rows // 8, k // WEIGHTS
     _, exponent = jnp.frexp(jnp.max(jnp.abs(x), axis=1))
-    scaled = jnp.ldexp(x, 9 - exponent[:, None]).reshape(rows, k // _RUN, 2, 4, 2, 2)
+    scaled = jnp.ldexp(x, 5 - exponent[:, None]).reshape(rows, k // _RUN, 2, 4, 2, 2)
     # Dims: row, run, half s, lane t, e, o; the pairs e = 1 meet codes four bits higher.
     divided = scaled * jnp.array([1, 1 / 16], jnp.float32).reshape(1, 1, 1, 1, 2, 1)
     stored = divided.astype(jnp.float16)
     halves = stored.astype(jnp.float32).sum(axis=(3, 5))  # row, run, s, e
-    # A lane's columns are 2t and 2t + 1.
-    starts = block.starts(halves).reshape(tiles, 4, 2, -1, 2).transpose(3, 0, 1, 4, 2)
-    parts = [_words(stored.transpose(1, 0, 3, 2, 4, 5).reshape(-1, 2)), _words(starts)]
+    values = _words(stored.transpose(1, 0, 3, 2, 4, 5).reshape(-1, 2))
+    parts = [values.reshape(k // WEIGHTS, -1), _fragments(block.offsets(halves))]
     if block.has_mins:
-        sums = (halves * jnp.array([1, 16], jnp.float32).reshape(1, 1, 1, 2)).sum(axis=(2, 3))
-        high = sums.astype(jnp.float16)
-        low = (sums - high.astype(jnp.float32)).astype(jnp.float16)
-        both = jnp.stack([high, low], -1).reshape(tiles, 8, blocks, 4, 2, 2)
-        # Dims become block, tile, g, t, part, pair.
-        parts.append(_words(both.transpose(2, 0, 1, 3, 5, 4).reshape(-1, 2)))
-    words = jnp.concatenate([part.reshape(blocks, -1) for part in parts], axis=1)
-    return Activations(blocks=words, scales=jnp.ldexp(jnp.float32(1), exponent - 9))
+        whole = halves * jnp.array([1, 16], jnp.float32).reshape(1, 1, 1, 2)
+        parts.append(_fragments(whole.sum(axis=(2, 3)).reshape(rows, -1, 8)))
+    return Activations(
+        blocks=jnp.concatenate(parts, axis=1), scales=jnp.ldexp(jnp.float32(1), exponent - 5)
+    )
+
+
+def _fragments(sums: jax.Array) -> jax.Array:
+    """Returns uint32 [blocks, words]: right-hand fragments of sums [R, blocks, 8 or 16].
+
+    Rows of the right-hand matrix are the high parts of 8 sums, then the low parts; of 16 sums,
+    there is one matrix of high parts and one of low parts.
+    """
+    rows, blocks, number = sums.shape
+    high = sums.astype(jnp.float16)
+    low = (sums - high.astype(jnp.float32)).astype(jnp.float16)
+    both = jnp.stack([high, low], 2).reshape(rows // 8, 8, blocks, number // 4, 4, 2)
+    # Dims: tile, g, block, eights (high ones first), t, pair; they become lanes' words.
+    return _words(both.transpose(2, 0, 1, 4, 3, 5).reshape(-1, 2)).reshape(blocks, -1)
 
 
 def _words(array: jax.Array) -> jax.Array:
@@ -189,7 +198,7 @@ class _Cut:
 
     @classmethod
     def sized(cls, block: Block, tiles: Tiles, epilogue: Epilogue, rows, units, k) -> "_Cut":
-        words = 1024 + 128 + (64 if block.has_mins else 0)
+        words = 1024 + 8 * block.num_offsets + (64 if block.has_mins else 0)
         return cls(
             tiles=tiles,
             block=block,
@@ -450,24 +459,24 @@ class _SharedOperand:
     """The activations that block number `index` of a part of K meets."""
 
     def __init__(self, cut: _Cut, at: _Places, index: ptx.Word):
-        self.tiles = cut.rows // 8
+        self.tiles, self.num_offsets = cut.rows // 8, cut.block.num_offsets
         base = at.operand + index * cut.operand_bytes
-        self.lane_at, self.quad_at = base + at.lane * 16, base + (at.lane & 3) * 16
+        self.values_at = base + at.lane * 16
+        self.offsets_at = base + at.lane * self.num_offsets
         self.sums_at = base + at.lane * 8
-        self.values_bytes, self.starts_bytes = WEIGHTS * cut.rows * 2, 8 * self.tiles * 64
 
     def fragments(self, run: int, tile: int) -> list[ptx.Word]:
         """Returns the two matrix fragments of a run of 32 weights."""
-        return ptx.load_shared(self.lane_at, (run * self.tiles + tile) * 512, 4)
+        return ptx.load_shared(self.values_at, (run * self.tiles + tile) * 512, 4)
 
-    def starts(self, run: int, tile: int) -> list[ptx.Float]:
-        """Returns what two accumulators start from."""
-        offset = self.values_bytes + (run * self.tiles + tile) * 64
-        return ptx.load_shared_floats(self.quad_at, offset, 4)
+    def offsets(self, tile: int) -> list[ptx.Word]:
+        """Returns the fragments of the block's offsets."""
+        offset = self.tiles * 4096 + tile * 32 * self.num_offsets
+        return ptx.load_shared(self.offsets_at, offset, self.num_offsets // 4)
 
     def sums(self, tile: int) -> list[ptx.Word]:
         """Returns the fragment of the sums over runs."""
-        offset = self.values_bytes + self.starts_bytes + tile * 256
+        offset = self.tiles * (4096 + 32 * self.num_offsets) + tile * 256
         return ptx.load_shared(self.sums_at, offset, 2)
 
 

@@ -235,16 +235,16 @@ def fma(a: Float, b: Float, c: Float) -> Float:
     return Float(_pure("fma.rn.f32 $0, $1, $2, $3;", a, b, c, result=_f32))
 
 
-def permute_bytes(low: Word, high: Word | int, selector: int) -> Word:
+def permute_bytes(low: Word, high: Word | int, selector: Word | int) -> Word:
     """Returns four bytes picked from eight (low's are 0-3), one selector nibble each."""
-    text = f"prmt.b32 $0, $1, $2, {selector:#x};"
-    return Word(_pure(text, low, _word(high), result=_i32))
+    text = "prmt.b32 $0, $1, $2, $3;"
+    return Word(_pure(text, low, _word(high), _word(selector), result=_i32))
 
 
-def bits_or(word: Word, mask: int, pattern: int | Word) -> Word:
-    """Returns `word & mask | pattern`, one instruction."""
+def merge(word: Word, mask: int, pattern: int | Word) -> Word:
+    """Returns `word & mask ^ pattern`, one instruction."""
     return Word(
-        _pure("lop3.b32 $0, $1, $2, $3, 0xea;", word, Word(mask), _word(pattern), result=_i32)
+        _pure("lop3.b32 $0, $1, $2, $3, 0x6a;", word, Word(mask), _word(pattern), result=_i32)
     )
 
 
