@@ -90,9 +90,10 @@ def prepare(x: jax.Array, block: Block) -> Activations:
     scaled = jnp.ldexp(x, 5 - exponent[:, None]).reshape(rows, k // _RUN, 2, 4, 2, 2)
     # Dims: row, run, half s, lane t, e, o; the pairs e = 1 meet codes four bits higher.
     divided = scaled * jnp.array([1, 1 / 16], jnp.float32).reshape(1, 1, 1, 1, 2, 1)
-    stored = divided.astype(jnp.float16)
-    halves = stored.astype(jnp.float32).sum(axis=(3, 5))  # row, run, s, e
-    values = _words(stored.transpose(1, 0, 3, 2, 4, 5).reshape(-1, 2))
+    stored = _round_to_half(divided)
+    halves = stored.sum(axis=(3, 5))  # row, run, s, e
+    values = stored.astype(jnp.float16).transpose(1, 0, 3, 2, 4, 5)
+    values = _words(values.reshape(-1, 2))
     parts = [values.reshape(k // WEIGHTS, -1), _fragments(block.offsets(halves))]
     if block.has_mins:
         whole = halves * jnp.array([1, 16], jnp.float32).reshape(1, 1, 1, 2)
@@ -102,6 +103,14 @@ def prepare(x: jax.Array, block: Block) -> Activations:
     )
 
 
+def _round_to_half(x: jax.Array) -> jax.Array:
+    """Returns float32 with the significands of float16.
+
+    Not a conversion there and back, which XLA takes for an excess of precision that it may keep.
+    """
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
+
+
 def _fragments(sums: jax.Array) -> jax.Array:
     """Returns uint32 [blocks, words]: right-hand fragments of sums [R, blocks, 8 or 16].
 
@@ -109,9 +118,8 @@ def _fragments(sums: jax.Array) -> jax.Array:
     there is one matrix of high parts and one of low parts.
     """
     rows, blocks, number = sums.shape
-    high = sums.astype(jnp.float16)
-    low = (sums - high.astype(jnp.float32)).astype(jnp.float16)
-    both = jnp.stack([high, low], 2).reshape(rows // 8, 8, blocks, number // 4, 4, 2)
+    high = _round_to_half(sums)
+    both = jnp.stack([high, sums - high], 2).astype(jnp.float16).reshape(rows // 8, 8, blocks, number // 4, 4, 2)
     # Dims: tile, g, block, eights (high ones first), t, pair; they become lanes' words.
     return _words(both.transpose(2, 0, 1, 4, 3, 5).reshape(-1, 2)).reshape(blocks, -1)
 
@@ -289,7 +297,7 @@ class _Cut:
         return [
             tiles.warpgroups * tiles.stages * self.stage_bytes // 4,
             self.blocks * self.operand_bytes // 4,
-            tiles.warpgroups * 2 * 4 * self.sums_bytes // 4,
+            tiles.warpgroups * self.sums_bytes,
             max(1, tiles.warpgroups * received * self.sums_bytes // 4),
             2 * barriers,
         ]
@@ -537,8 +545,9 @@ class _Outputs:
     def add_warps(self, turn: ptx.Word, totals: list[list[ptx.Float]]) -> None:
         """Adds the sums of the four warps; stores outputs, or sends sums on to their part."""
         cut, at = self.cut, self.at
-        # Two buffers in turn: a warp that is ahead writes the other one.
-        buffer = at.sums + (self.worker * 2 + (turn & 1)) * (4 * cut.sums_bytes)
+        buffer = at.sums + self.worker * (4 * cut.sums_bytes)
+        # The sums of the last unit have been read.
+        ptx.sync_threads(self.worker + 1, 128)
         for tile, total in enumerate(totals):
             ptx.store_shared(buffer + self.thread * 16, total, tile * 2048)
         ptx.sync_threads(self.worker + 1, 128)
