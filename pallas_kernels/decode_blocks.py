@@ -58,10 +58,14 @@ class Block(Protocol):
     `isa` is `ptx`, or a model of it.
     """
 
-    format: PackedFormat
     words: int
     num_offsets: int
     has_mins: bool
+
+    @property
+    def format(self) -> PackedFormat:
+        """The packed format whose values the block holds."""
+        ...
 
     def tile(self, planes: Mapping[str, jax.Array]) -> jax.Array:
         """Returns uint32 [..., rows / 16, blocks * words] of planes [..., rows, per row] (JAX)."""
@@ -174,6 +178,7 @@ class KBlock:
     num_offsets, has_mins = 8, True
 
     def __init__(self, packed_format: PackedFormat, bits: int):
+        """Takes the format, and the bits of its codes: 4 or 5."""
         self.format, self.bits = packed_format, bits
         self.scales_at = 2048 + (512 if bits == 5 else 0)
         self.words = (self.scales_at + 320) // 4

@@ -119,7 +119,11 @@ def _fragments(sums: jax.Array) -> jax.Array:
     """
     rows, blocks, number = sums.shape
     high = _round_to_half(sums)
-    both = jnp.stack([high, sums - high], 2).astype(jnp.float16).reshape(rows // 8, 8, blocks, number // 4, 4, 2)
+    both = (
+        jnp.stack([high, sums - high], 2)
+        .astype(jnp.float16)
+        .reshape(rows // 8, 8, blocks, number // 4, 4, 2)
+    )
     # Dims: tile, g, block, eights (high ones first), t, pair; they become lanes' words.
     return _words(both.transpose(2, 0, 1, 4, 3, 5).reshape(-1, 2)).reshape(blocks, -1)
 
@@ -134,11 +138,9 @@ def default_tiles(block: Block, outputs: int, k: int, rows: int = 8) -> Tiles:
     About 64 KB in flight in a block of threads are enough for the bandwidth, and more are worse.
     """
     # An H200 has room for 66 clusters of two, 30 of four, 15 of eight.
-    for parts, sharers, grid in ((1, 1, 132), (2, 1, 132), (4, 1, 120), (8, 1, 120)):
-        for warpgroups, stages in ((3, 2), (2, 2), (2, 1)):
-            tiles = Tiles(
-                warpgroups=warpgroups, stages=stages, parts=parts, sharers=sharers, grid=grid
-            )
+    for parts, grid in ((1, 132), (2, 132), (4, 120), (8, 120)):
+        for warpgroups, stages in ((3, 2), (2, 2)):
+            tiles = Tiles(warpgroups=warpgroups, stages=stages, parts=parts, grid=grid)
             if k % (WEIGHTS * parts) == 0 and (
                 _Cut.sized(block, tiles, "none", rows, outputs // ROWS, k).shared_bytes
                 <= _SHARED_LIMIT
@@ -591,9 +593,7 @@ class _Outputs:
         return self.worker * self.cut.turns + turn
 
     def _slot(self, turn: ptx.Word) -> ptx.Word:
-        return self.at.received + self._index(turn) * (
-            self.cut.tiles.parts * self.cut.sums_bytes
-        )
+        return self.at.received + self._index(turn) * (self.cut.tiles.parts * self.cut.sums_bytes)
 
     def _store(self, turn: ptx.Word, read) -> None:
         cut, at = self.cut, self.at

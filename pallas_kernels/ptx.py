@@ -36,6 +36,7 @@ class Word:
     """A 32-bit register; arithmetic is modulo 2**32, `>>` and comparisons other than < signed."""
 
     def __init__(self, value: Any):
+        """Takes an MLIR value, or a constant."""
         if isinstance(value, int):
             value = arith.constant(_i32(), ir.IntegerAttr.get(_i32(), _signed(value)))
         self.value = value
@@ -114,6 +115,7 @@ class Float:
     """A float32 register."""
 
     def __init__(self, value: Any):
+        """Takes an MLIR value, or a constant."""
         if isinstance(value, float | int):
             value = arith.constant(_f32(), ir.FloatAttr.get(_f32(), float(value)))
         self.value = value

@@ -80,7 +80,7 @@ class Operand:
         values, offsets, sums = np.split(np.asarray(activations.blocks)[index], sizes)
         self.values = values.reshape(8, tiles, 32, 4)
         self.all_offsets = offsets.reshape(tiles, 32, -1)
-        self.all_sums = sums.reshape(tiles, 32, 2) if block.has_mins else None
+        self.all_sums = sums.reshape(tiles, 32, -1)
 
     def fragments(self, run, tile):
         return list(self.values[run, tile].T.copy())
