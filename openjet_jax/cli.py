@@ -129,7 +129,7 @@ def _generate(args: argparse.Namespace) -> None:
         settings["prompt"] = text_of(args.prompt_file)
     else:
         settings["prompt"] = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
-    # A program that reads the JSON gets accepted counts that the list of a checkpoint cannot change.
+    # What reads the JSON gets accepted counts that the list of a checkpoint does not change.
     model = model_of(args, "full" if args.json else None)
     if args.profile is not None:
         from openjet_jax.profiling import profiled
