@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import CACHE, DECODE, case, fixed
@@ -25,10 +24,16 @@ from openjet_jax.draft_vocabulary import (
 from openjet_jax.loading import load
 from openjet_jax.model import logits
 from openjet_jax.settings import Sampling
+from openjet_jax.weights import Packed
 
 FEW = 8
 LISTED = np.arange(5, 45, 2)
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, top_k=20, top_p=0.95, seed=7)
+
+
+def full_head(weights) -> Packed:
+    assert isinstance(weights.head, Packed)
+    return weights.head
 
 
 @functools.cache
@@ -121,9 +126,9 @@ def test_a_head_over_the_whole_vocabulary_needs_no_slots():
     ],
 )
 def test_a_head_that_cannot_be_made_is_refused(ids, form, message):
-    weights = case("q8_0").weights
+    head = full_head(case("q8_0").weights)
     with pytest.raises(ValueError, match=message):
-        make_draft_head(weights.head, np.asarray(ids, int), 288, form)
+        make_draft_head(head, np.asarray(ids, int), 288, form)
 
 
 def generated(model, sampling, depth=3, count=48):
@@ -171,11 +176,11 @@ def test_the_bundled_model_writes_the_same_with_a_list_of_512_through_a_4_bit_he
 
 
 def test_rows_that_are_rounded_a_chunk_at_a_time_are_those_rounded_at_once(monkeypatch):
-    head = case("q4_k_s").weights.head
+    head = full_head(case("q4_k_s").weights)
     whole = make_draft_head(head, np.arange(100), 288, "q4")
     monkeypatch.setattr("openjet_jax.draft_vocabulary._CHUNK", 32)
     parts = make_draft_head(head, np.arange(100), 288, "q4")
-    for name, plane in whole.head.stacks[0].items():
-        assert plane.shape[:2] == (1, 100)
-        np.testing.assert_array_equal(plane, parts.head.stacks[0][name])
-    assert jnp.isfinite(whole.head.dense(0)).all()
+    for ours, theirs in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert whole.head.shape == (100, 256) and isinstance(whole.head, Packed)
+    assert np.isfinite(whole.head.dense(0)).all()
