@@ -255,7 +255,7 @@ class Programs:
         return self._ready[name]
 
     def _make(self, name: str, function, args: tuple, out, donate) -> tuple[Executable, bool]:
-        key = self._key(name, args, donate)
+        key = self._key(name, (args, out), donate)
         payload = self.store.read(key)
         if payload is not None:
             trees = jax.tree.structure((args, {})), jax.tree.structure(out)
@@ -279,13 +279,13 @@ class Programs:
         self.store.write(key, serialize_executable.serialize(compiled)[0])
         return compiled, True
 
-    def _key(self, name: str, args: tuple, donate: int | None) -> str:
-        leaves, tree = jax.tree.flatten(args)
+    def _key(self, name: str, signature: tuple, donate: int | None) -> str:
+        leaves, tree = jax.tree.flatten(signature)
         facts = {
             "name": name,
             "config": dataclasses.asdict(self.config),
             "decode": dataclasses.asdict(self.decode),
-            "shapes": [f"{x.dtype}{list(x.shape)}" for x in leaves],
+            "shapes": [str(x) for x in leaves],
             "tree": str(tree),
             "donate": donate,
             "environment": environment(),

@@ -52,7 +52,8 @@ def tiled_weights(weights: Weights) -> Weights:
     """
     mtp = weights.mtp
     heads = [weights.head, mtp.head if mtp is not None else None]
-    looked_up = heads if mtp is not None and mtp.draft is not None else []
+    slots = mtp is not None and mtp.draft is not None and not mtp.draft.whole
+    looked_up = heads if slots else []
     shared = {id(plane) for plane in jax.tree.leaves(weights.embedding)}
 
     def visit(node: Any) -> Any:

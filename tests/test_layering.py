@@ -17,7 +17,7 @@ ORDER = [
     {"state", "layers"},
     {"model", "draft"},
     {"cycle", "prefill"},
-    {"compiled"},
+    {"compiled", "draft_list"},
     {"loading", "conversation"},
     {"engine"},
     {"scoring", "profiling", "chat_loop"},
