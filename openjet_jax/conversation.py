@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 from openjet_jax.compiled import Programs
 from openjet_jax.config import MAX_STOP_IDS, DecodeConfig
-from openjet_jax.depth import AutoDepth, DepthPolicy
+from openjet_jax.depth import AutoDepth, CycleTime, DepthPolicy
 from openjet_jax.sampling import initial_sampling_state
 from openjet_jax.settings import Sampling
 from openjet_jax.state import DecodeState, Request
@@ -182,7 +182,8 @@ class Conversation:
         check_stop_ids(stop_ids, self.programs.config.vocab)
         if not self.ids:
             raise ValueError("nothing was read yet: a conversation starts with a prompt")
-        policy = AutoDepth(depth.depth) if depth.auto else None
+        times = self.programs.cycle_times.setdefault(sampling.kind, CycleTime())
+        policy = AutoDepth(depth.depth, times) if depth.auto else None
         remaining = min(max_new_tokens, self.decode.context - len(self.ids))
         self.prepare(partial(self.programs.cycles, sampling.kind, depth.max_depth))
         program = self.programs.cycles(sampling.kind, depth.max_depth)
