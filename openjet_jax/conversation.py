@@ -186,9 +186,7 @@ class Conversation:
     def _ask(self, sampling: Sampling, depth: DepthPolicy, remaining: int, stop_ids) -> None:
         """Puts a request into the state; tokens so far are its prompt."""
         config = self.programs.config
-        chosen = initial_sampling_state(
-            sampling, config.vocab, config.vocab_used, prompt=self.ids
-        )
+        chosen = initial_sampling_state(sampling, config.vocab, config.vocab_used, prompt=self.ids)
         stops = np.full(MAX_STOP_IDS, -1, np.int32)
         unique = sorted(set(stop_ids))
         stops[: len(unique)] = unique
