@@ -10,7 +10,7 @@ PRODUCT = ("pallas_kernels", "openjet_jax", "convert")
 OUTSIDE = {"tests", "bench"}
 # Inside openjet_jax a module imports only from groups before its own, or from its own.
 ORDER = [
-    {"config"},
+    {"config", "program_store"},
     {"settings"},
     {"filters", "weights"},
     {"sampling", "draft_vocabulary", "checkpoint", "stacks"},
