@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ from openjet_jax.state_checkpoints import (
 )
 from openjet_jax.weights import Weights
 
-type Executable = Callable[..., object]
+type Executable = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,53 +10,28 @@ that was reported, however far the device ran past it.
     print(session.generate(max_new_tokens=200).text, session.reuse)
 """
 
-import dataclasses
+import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 
-from openjet_jax.checkpoint_store import CheckpointBudget, CheckpointFacts
-from openjet_jax.engine import Generation, Piece, Prompt
+from openjet_jax.answers import AnswerSettings, Generation, Piece, answer, answer_settings, joined
+from openjet_jax.checkpoint_store import CheckpointBudget, CheckpointStore
+from openjet_jax.conversation import Conversation
+from openjet_jax.dispatches import checked_ids
+from openjet_jax.engine import Prompt, programs_for, prompt_ids
 from openjet_jax.loading import Model
-from openjet_jax.prefix_cache import PrefixCache
+from openjet_jax.prefix_cache import PrefixCache, root_of
+from openjet_jax.session_file import opened_session, save_session
+from openjet_jax.session_format import SessionFileError
+from openjet_jax.session_memory import Reuse, SessionFacts, SessionMemory
+from openjet_jax.stats import Stats
+from openjet_jax.token_splice import spliced
 
 CHECKPOINT_EVERY = 2048
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Reuse:
-    """What the last reading kept and what it read; their sum is the length of the history.
-
-    Attributes:
-      reused: tokens that were not read again, wherever they came from.
-      read: tokens that were read.
-      shared: of the reused ones, those that came from the prefix cache.
-    """
-
-    reused: int = 0
-    read: int = 0
-    shared: int = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SessionFacts:
-    """What `Session.inspect` returns.
-
-    Attributes:
-      tokens: length of the history.
-      unread: tokens that the device would have to read before it could answer.
-      context: most tokens the history can have.
-      checkpoints: in order of position.
-      state_bytes: caches and state on the device, without checkpoints.
-    """
-
-    tokens: int
-    unread: int
-    context: int
-    checkpoints: tuple[CheckpointFacts, ...]
-    state_bytes: int
 
 
 class Session:
@@ -64,11 +39,9 @@ class Session:
 
     Attributes:
       model: the model.
-      reuse: what the last reading kept and read.
     """
 
     model: Model
-    reuse: Reuse
 
     def __init__(
         self,
@@ -95,7 +68,18 @@ class Session:
         Raises:
           ValueError: a setting is off; the message names it, its limit and the way out.
         """
-        raise NotImplementedError
+        if checkpoint_every < 1:
+            raise ValueError(f"{checkpoint_every=} must be at least 1; {CHECKPOINT_EVERY} is usual")
+        if prefixes is not None and isolation_key is None:
+            raise ValueError("prefixes are shared between sessions of one isolation_key; give it")
+        self.model = model
+        conversation = Conversation(model.weights, programs_for(model, context, kv_dtype))
+        root = root_of(isolation_key or "", model.hash, conversation.decode.kv_dtype)
+        store = CheckpointStore(budget or CheckpointBudget())
+        self._memory = SessionMemory(conversation, store, checkpoint_every, prefixes, root)
+        self._ids: list[int] = []
+        self._answer_start = 0
+        self._open: Generator | None = None
 
     @classmethod
     def restore(cls, model: Model, path: str | os.PathLike[str], **settings: Any) -> Self:
@@ -104,23 +88,41 @@ class Session:
         Args:
           model: the model it was saved from.
           path: from `save`.
-          **settings: of `__init__`; the cache format is the file's own.
+          **settings: of `__init__`; the cache format is the file's own, and so is the context if
+            none is given.
 
         Raises:
           SessionFileError: the file is damaged, of another version or of another model, or does not
             fit the context. Nothing large is allocated before all of it is checked.
         """
-        raise NotImplementedError
+        with opened_session(path, model) as file:
+            header = file.header
+            session = cls(
+                model, **{"context": header.context, **settings, "kv_dtype": header.kv_dtype}
+            )
+            if max(header.history, header.known) > session._context:
+                raise SessionFileError(
+                    f"{path}: its {max(header.history, header.known)} tokens do not fit context="
+                    f"{session._context}; ask for a larger context"
+                )
+            file.load(session._memory)
+        session._ids, session._answer_start = file.ids, header.answer_start
+        return session
+
+    @property
+    def reuse(self) -> Reuse:
+        """What the last reading kept and what it read."""
+        return self._memory.reuse
 
     @property
     def ids(self) -> tuple[int, ...]:
         """The history."""
-        raise NotImplementedError
+        return tuple(self._ids)
 
     @property
     def text(self) -> str:
         """The history as text, control tokens included."""
-        raise NotImplementedError
+        return self.model.tokenizer.decode(self._ids, skip_special=False)
 
     def append(self, prompt: Prompt) -> int:
         """Adds text (control tokens in it are plain text) or token ids; returns how many tokens.
@@ -129,7 +131,9 @@ class Session:
           ValueError: an id is outside the vocabulary, or the history would exceed the context;
             the history is then as before.
         """
-        raise NotImplementedError
+        ids = prompt_ids(self.model, prompt)
+        self._become([*self._ids, *ids])
+        return len(ids)
 
     def replace(self, prompt: Prompt) -> None:
         """Makes the history exactly this text or these ids; what it shares with the old is kept.
@@ -137,7 +141,7 @@ class Session:
         Raises:
           ValueError: as `append`.
         """
-        raise NotImplementedError
+        self._become(prompt_ids(self.model, prompt))
 
     def converse(
         self,
@@ -159,7 +163,10 @@ class Session:
           ChatError: the template refuses the conversation.
           ValueError: no template, or the context is exceeded.
         """
-        raise NotImplementedError
+        ids = self.model.render(messages, **template_options)
+        if keep_tokens:
+            ids = spliced(self._ids, ids, self.model.tokenizer)
+        self._become(ids)
 
     def truncate(self, length: int) -> None:
         """Cuts the history to its first `length` tokens.
@@ -167,14 +174,17 @@ class Session:
         Raises:
           ValueError: it is negative or more than there are.
         """
-        raise NotImplementedError
+        if not 0 <= length <= len(self._ids):
+            raise ValueError(f"{length=} must be in 0..{len(self._ids)}, the tokens there are")
+        self._become(self._ids[:length])
 
     def reusable(self, ids: Sequence[int] | np.ndarray) -> int:
         """Returns how many tokens `replace(ids)` would not read again; changes nothing.
 
         The prefix cache is looked at too, under this session's key alone.
         """
-        raise NotImplementedError
+        self._end_stream()
+        return self._memory.source(checked_ids(ids, self.model.config.vocab).tolist()).kept
 
     def read(self) -> Reuse:
         """Reads what is unread, and returns (also in `reuse`) what was kept and what was read.
@@ -182,7 +192,9 @@ class Session:
         Raises:
           ValueError: the history is empty.
         """
-        raise NotImplementedError
+        for _ in self.reading():
+            pass
+        return self.reuse
 
     def reading(self) -> Iterator[int]:
         """Yields the tokens still unread after each dispatch of reading; closing it stops there.
@@ -190,7 +202,9 @@ class Session:
         Raises:
           ValueError: the history is empty.
         """
-        raise NotImplementedError
+        self._begin()
+        self._open = self._reading()
+        return self._open
 
     def stream(
         self, *, continued: bool = False, every_dispatch: bool = False, **settings: Any
@@ -211,22 +225,35 @@ class Session:
         Raises:
           ValueError: the history is empty or full, or a setting is off.
         """
-        raise NotImplementedError
+        checked = answer_settings(self.model, **settings)
+        self._begin()
+        if len(self._ids) >= self._context:
+            raise ValueError(
+                f"all {self._context} positions are taken; truncate the history or start a session "
+                "with a larger context"
+            )
+        self._open = self._answering(checked, continued, every_dispatch)
+        return self._open
 
     def generate(self, *, continued: bool = False, **settings: Any) -> Generation:
         """Returns a whole answer at once; see `stream`."""
-        raise NotImplementedError
+        return joined(self.stream(continued=continued, **settings))
 
     def fork(self) -> "Session":
         """Returns a session with the same history; neither sees what the other does next.
 
         Caches and state are copied on the device; checkpoints, which never change, are shared.
         """
-        raise NotImplementedError
+        self._end_stream()
+        self._memory.mend()
+        twin = copy.copy(self)
+        twin._memory, twin._ids = self._memory.fork(), list(self._ids)
+        return twin
 
     def publish(self) -> None:
         """Puts what was read so far into the prefix cache; without one, does nothing."""
-        raise NotImplementedError
+        self._end_stream()
+        self._memory.publish()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the session to a file, readable by its owner alone; the old file stays until then.
@@ -234,12 +261,67 @@ class Session:
         Raises:
           OSError: the system refuses, the disk is full, or another process saves to this path.
         """
-        raise NotImplementedError
+        self._end_stream()
+        self._memory.mend()
+        save_session(path, self.model, self._memory, self._ids, self._answer_start)
 
     def inspect(self) -> SessionFacts:
         """Returns counts and bytes."""
-        raise NotImplementedError
+        self._end_stream()
+        return self._memory.facts(self._ids)
 
     def close(self) -> None:
         """Frees the device's memory and all checkpoints; the session can no longer be used."""
-        raise NotImplementedError
+        self._end_stream()
+        self._memory.close()
+
+    @property
+    def _context(self) -> int:
+        return self._memory.conversation.decode.context
+
+    def _become(self, ids: list[int]) -> None:
+        """Makes ids the history. Of an answer stays what was not changed."""
+        if len(ids) > self._context:
+            raise ValueError(
+                f"{len(ids)} tokens do not fit context={self._context}; shorten the text or ask "
+                "for a larger context"
+            )
+        self._end_stream()
+        cut = ids == self._ids[: len(ids)]
+        self._answer_start = min(self._answer_start, len(ids)) if cut else len(ids)
+        self._ids = ids
+
+    def _begin(self) -> None:
+        """Ends what is open and makes sure that there is something to read."""
+        self._end_stream()
+        if not self._ids:
+            raise ValueError("the history is empty; append a prompt first")
+
+    def _end_stream(self) -> None:
+        if self._memory.closed:
+            raise ValueError("the session is closed; start or restore another")
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def _reading(self) -> Generator[int]:
+        conversation = self._memory.conversation
+        conversation.stats = Stats()
+        for _ in self._memory.reading(self._ids):
+            yield len(self._ids) - len(conversation.ids)
+
+    def _answering(
+        self, settings: AnswerSettings, continued: bool, every_dispatch: bool
+    ) -> Generator[Piece]:
+        conversation = self._memory.conversation
+        conversation.stats = stats = Stats()
+        kind, depth = settings.sampling.kind, settings.depth.max_depth
+        conversation.prepare(partial(conversation.programs.cycles, kind, depth))
+        for _ in self._memory.reading(self._ids):
+            if every_dispatch:
+                yield Piece.of_reading(stats)
+        self._answer_start = self._answer_start if continued else len(self._ids)
+        for piece in answer(self.model, conversation, settings, self._answer_start):
+            self._ids += piece.token_ids
+            self._memory.after_burst()
+            yield piece
