@@ -49,16 +49,27 @@ CASES = [
 ]
 
 
-def variants(case: Case) -> list[Tiles]:
-    """Returns cuts worth trying beside the default."""
-    found = []
-    for cluster, grid in ((1, 132), (2, 132), (4, 128)):
-        for warpgroups in (2, 3, 4):
-            for stages in (2, 3, 4, 6, 8):
-                found.append(
-                    Tiles(warpgroups=warpgroups, stages=stages, cluster=cluster, grid=grid)
-                )
-    return found
+def variants(k: int) -> list[Tiles]:
+    """Returns cuts worth trying beside the default: parts of K where it is long."""
+    return [
+        Tiles(warpgroups=warpgroups, stages=stages, parts=parts, sharers=sharers, grid=grid)
+        for parts, sharers, grid, warpgroups, stages in (
+            (1, 1, 132, 3, 2),
+            (1, 2, 132, 3, 2),
+            (1, 2, 132, 3, 3),
+            (1, 4, 120, 3, 2),
+            (1, 4, 120, 3, 3),
+            (1, 4, 120, 4, 2),
+            (2, 1, 132, 3, 2),
+            (2, 2, 120, 2, 2),
+            (2, 2, 120, 3, 1),
+            (4, 1, 120, 3, 2),
+            (4, 1, 120, 3, 3),
+            (4, 1, 120, 4, 2),
+            (4, 2, 120, 3, 2),
+        )
+        if (parts > 1) == (k > 8192) or (parts, stages) == (2, 1)
+    ]
 
 
 def make_planes(block, outputs: int, k: int, layer: int) -> dict[str, jax.Array]:
@@ -78,7 +89,8 @@ def make_planes(block, outputs: int, k: int, layer: int) -> dict[str, jax.Array]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _make_tiles(block, outputs: int, k: int, layer: jax.Array) -> jax.Array:
+def make_tiles(block, outputs: int, k: int, layer: jax.Array) -> jax.Array:
+    """Returns the random weights of one layer in tile order."""
     return block.tile(make_planes(block, outputs, k, layer))
 
 
@@ -133,7 +145,7 @@ def measure(case: Case, roof: float, cuts: list[Tiles], deadline: float) -> list
     layer_bytes = case.outputs // 16 * unit_words * 4
     layers = max(3, -(-200_000_000 // layer_bytes)) if layer_bytes < 500_000_000 else 2
     weights = jnp.stack(
-        [_make_tiles(block, case.outputs, case.k, jnp.int32(i)) for i in range(layers)]
+        [make_tiles(block, case.outputs, case.k, jnp.int32(i)) for i in range(layers)]
     )
     rows = []
     for tiles in cuts:
@@ -145,6 +157,8 @@ def measure(case: Case, roof: float, cuts: list[Tiles], deadline: float) -> list
             row |= _measure_cut(case, block, weights, tiles, layers, layer_bytes, roof)
         except Exception as error:  # noqa: BLE001 (one bad cut must not end a sweep)
             text = str(error).replace("\n", " ")
+            if "CUDA_ERROR" in text:
+                raise
             if "shared memory" not in text:
                 print(case.name, tiles, type(error).__name__, text[:300], flush=True)
             continue
@@ -174,7 +188,7 @@ def _measure_cut(case, block, weights, tiles, layers, layer_bytes, roof) -> dict
 
         return jax.lax.fori_loop(0, layers, body, jnp.zeros((case.rows, 128)))
 
-    times = kernel_times_us(loop, x, weights, name="decode_product_kernel")
+    times = kernel_times_us(loop, x, weights, name="decode_product")
     us = float(np.median(times))
     return report | dict(
         us=us,
@@ -201,15 +215,15 @@ def main() -> None:
         if case.block not in BLOCKS or (arguments.only and case.name not in arguments.only):
             continue
         cuts = [default_tiles(BLOCKS[case.block], case.outputs, case.k, case.rows)]
-        cuts += [cut for cut in variants(case) if cut not in cuts] if arguments.sweep else []
+        cuts += [cut for cut in variants(case.k) if cut not in cuts] if arguments.sweep else []
         rows += measure(case, roof, cuts, deadline)
         document = dict(device=device_name(), roof_gb_s=roof, rows=rows)
         (arguments.out / "products.json").write_text(json.dumps(document, indent=1))
     for row in sorted(rows, key=lambda r: (r["name"], r["us"])):
         tiles = row["tiles"]
         print(
-            f"{row['name']:12} wg {tiles['warpgroups']} st {tiles['stages']} cl {tiles['cluster']}"
-            f" grid {tiles['grid']}: {row['us']:7.2f} us {row['gb_s']:5.0f} GB/s"
+            f"{row['name']:12} wg {tiles['warpgroups']} st {tiles['stages']} parts {tiles['parts']}"
+            f" sharers {tiles['sharers']}: {row['us']:7.2f} us {row['gb_s']:5.0f} GB/s"
             f" {100 * row['share']:5.1f} %  loop {row['loop_us']:6.1f} us"
             f" error {row['error_plain']:.1e} {row['error_outliers']:.1e} right {row['right']}"
         )

@@ -127,7 +127,8 @@ class Programs:
             most=self.decode.cycles_per_dispatch,
         )
         args = (self.weight_specs, self.state_specs, count)
-        info = CycleInfo(*(0 for _ in dataclasses.fields(CycleInfo)))
+        leaf: Any = 0
+        info = CycleInfo(*(leaf for _ in dataclasses.fields(CycleInfo)))
         out = (self.state_specs, info, 0)
         return self._get(
             f"cycles_{kind.method}{'_adjusted' * kind.adjusted}_depth{max_depth}",

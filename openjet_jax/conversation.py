@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -60,6 +61,14 @@ class Conversation:
         self.stats.ready_s += time.perf_counter() - start
         self.stats.compiled += self.programs.num_compiled - compiled
 
+    def check_room(self, count: int) -> None:
+        """Raises ValueError unless `count` more tokens fit the context."""
+        if len(self.ids) + count > self.decode.context:
+            raise ValueError(
+                f"{len(self.ids) + count} tokens do not fit context={self.decode.context}; "
+                "shorten the text or ask for a larger context"
+            )
+
     def read(self, ids: Sequence[int]) -> None:
         """Reads more tokens: all but the last go through the model, the last is the newest.
 
@@ -85,11 +94,7 @@ class Conversation:
           ValueError: as `read`.
         """
         new = checked_ids(ids, self.programs.config.vocab)
-        if len(self.ids) + len(new) > self.decode.context:
-            raise ValueError(
-                f"{len(self.ids) + len(new)} tokens do not fit context={self.decode.context}; "
-                "shorten the text or ask for a larger context"
-            )
+        self.check_room(len(new))
         known = np.asarray([*self.ids[-1:], *new], np.int32)
         plan = dispatches(self.decode.chunks, self.length, len(known) - 1, borders)
         self.prepare(
@@ -227,7 +232,9 @@ class Conversation:
         self._ask(sampling, depth, remaining, stop_ids, output_start)
         while remaining > 0:
             start = time.perf_counter()
-            self.state, infos, ran = program(self.weights, self.state, np.int32(count))
+            # The first token is shown as soon as it exists.
+            now = np.int32(count if self.stats.dispatches else 1)
+            self.state, infos, ran = program(self.weights, self.state, now)
             burst = burst_of(*jax.device_get((infos, ran)))
             seconds = time.perf_counter() - start
             remaining -= len(burst.token_ids)
@@ -253,13 +260,14 @@ class Conversation:
         stops = np.full(MAX_STOP_IDS, -1, np.int32)
         unique = sorted(set(stop_ids))
         stops[: len(unique)] = unique
-        request = Request(
-            sampling=chosen,
-            stop_ids=stops,
-            remaining=np.int32(remaining),
-            depth=np.int32(depth.depth),
-            depth_after_rejection=np.int32(depth.after_rejection),
-        )
+        operands: dict[str, Any] = {
+            "sampling": chosen,
+            "stop_ids": stops,
+            "remaining": np.int32(remaining),
+            "depth": np.int32(depth.depth),
+            "depth_after_rejection": np.int32(depth.after_rejection),
+        }
+        request = Request(**operands)
         self.state = dataclasses.replace(
             self.state, request=request, num_drafts=np.int32(0), stopped=np.bool_(False)
         )

@@ -164,9 +164,9 @@ def located(name: str | os.PathLike[str]) -> Path:
         return _TINY_FILE
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path.absolute()
-    what = "no such file or directory" if not path.exists() else "neither"
+    what = "is no .gguf file" if path.exists() else "does not exist"
     raise CheckpointError(
-        f"{path}: {what}; give a checkpoint's directory, a .gguf file, or `{TINY}`"
+        f"{path} {what}; give a checkpoint's directory, a .gguf file, or `{TINY}`"
     )
 
 

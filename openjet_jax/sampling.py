@@ -143,7 +143,7 @@ def adjust(
 
 
 def gumbel(
-    seed: UInt[Array, "2"], positions: Int[Array, "*shape"], ids: Int[Array, "*shape"]
+    seed: UInt[Array, "2"], positions: Int[Array, "*#shape"], ids: Int[Array, "*#shape"]
 ) -> Float[Array, "*shape"]:
     """Returns standard Gumbel noise, a function of (seed, position, token id) and nothing else.
 

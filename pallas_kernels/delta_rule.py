@@ -33,11 +33,11 @@ class Rows(eqx.Module):
       beta: write strength in (0, 1).
     """
 
-    q: Float[Array, "rows key_heads width"]
-    k: Float[Array, "rows key_heads width"]
-    v: Float[Array, "rows value_heads width"]
-    g: Float[Array, "rows value_heads"]
-    beta: Float[Array, "rows value_heads"]
+    q: Float[Array, "*layers rows key_heads width"]
+    k: Float[Array, "*layers rows key_heads width"]
+    v: Float[Array, "*layers rows value_heads width"]
+    g: Float[Array, "*layers rows value_heads"]
+    beta: Float[Array, "*layers rows value_heads"]
 
 
 def _spread(x: Float[Array, "... key_heads width"], value_heads: int) -> Array:

@@ -214,7 +214,7 @@ def when(predicate: ir.Value) -> Iterator[None]:
 
 
 def loop(start: Word | int, stop: Word | int, step: Word | int, carry: Any, body: Callable) -> Any:
-    """Returns the carry after `carry = body(index, carry)` for index in range(start, stop, step)."""
+    """Returns the carry after `carry = body(index, carry)` for each index of a range."""
     leaves, tree = jax.tree.flatten(carry)
     bounds = [_word(bound).value for bound in (start, stop, step)]
     operation = scf.ForOp(*bounds, leaves)
@@ -263,10 +263,17 @@ def half_to_float(word: Word, high: bool) -> Float:
 def byte_to_float(word: Word, index: int, signed: bool = False) -> Float:
     """Returns byte `index` of a word as float32."""
     kind = "s" if signed else "u"
-    text = (
-        f"{{ .reg .b32 b; bfe.{kind}32 b, $1, {8 * index}, 8; cvt.rn.f32.{kind}32 $0, b; }}"
-    )
+    text = f"{{ .reg .b32 b; bfe.{kind}32 b, $1, {8 * index}, 8; cvt.rn.f32.{kind}32 $0, b; }}"
     return Float(_pure(text, word, result=_f32))
+
+
+def silu(value: Float) -> Float:
+    """Returns `x / (1 + exp(-x))`, the exponential and the quotient good to 2 ulp."""
+    text = (
+        "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e,"
+        " 0f3F800000; rcp.approx.ftz.f32 e, e; mul.f32 $0, $1, e; }"
+    )
+    return Float(_pure(text, value, result=_f32))
 
 
 def as_float(word: Word) -> Float:
@@ -421,9 +428,9 @@ def copy_bulk_cached(shared: Word, source: ir.Value, num_bytes: int, barrier: Wo
     )
 
 
-def remote_address(address: Word, rank: int) -> Word:
+def remote_address(address: Word, rank: Word) -> Word:
     """Returns the cluster-wide address of a shared-memory address in the block of this rank."""
-    return Word(_pure(f"mapa.shared::cluster.u32 $0, $1, {rank};", address, result=_i32))
+    return Word(_pure("mapa.shared::cluster.u32 $0, $1, $2;", address, rank, result=_i32))
 
 
 def send(remote: Word, value: Float, remote_barrier: Word) -> None:
@@ -433,6 +440,30 @@ def send(remote: Word, value: Float, remote_barrier: Word) -> None:
         remote,
         Word(arith.bitcast(_i32(), value.value)),
         remote_barrier,
+    )
+
+
+def copy_bulk_multicast(
+    shared: Word, source: ir.Value, num_bytes: int, barrier: Word, blocks: Word
+) -> None:
+    """Starts a copy into several blocks of the cluster, at the same place and barrier of each.
+
+    Args:
+      shared: address, as in this block.
+      source: global address.
+      num_bytes: a multiple of 16.
+      barrier: address, as in this block.
+      blocks: bit mask of ranks.
+    """
+    _asm(
+        "{ .reg .b16 mask; cvt.u16.u32 mask, $4;"
+        " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [$0], [$1], $2, [$3], mask; }",
+        shared,
+        source,
+        _word(num_bytes),
+        barrier,
+        blocks,
     )
 
 

@@ -42,11 +42,13 @@ def test_changing_depth_sampling_and_penalties_compiles_nothing_more():
             for _ in conversation.run(sampling, parse_depth(depth), max_new_tokens=70):
                 pass
             assert conversation.stats.new_tokens == 70
-    assert [event.name for event in programs.events] == ["start", "prefill_192", "cycles_top_k_depth5"]
+    made = [event.name for event in programs.events]
+    assert made == ["start", "prefill_192", "cycles_top_k_depth5"]
     with jax.log_compiles(False), _no_compilation():
         conversation = Conversation(model.weights, programs)
         conversation.read([1, 2, 3])
-        for _ in conversation.run(Sampling(temperature=1, top_k=3), parse_depth(5), max_new_tokens=9):
+        asked = Sampling(temperature=1, top_k=3)
+        for _ in conversation.run(asked, parse_depth(5), max_new_tokens=9):
             pass
 
 
