@@ -26,7 +26,6 @@ from openjet_jax.engine import Prompt, programs_for, prompt_ids
 from openjet_jax.loading import Model
 from openjet_jax.prefix_cache import PrefixCache, root_of
 from openjet_jax.session_file import opened_session, save_session
-from openjet_jax.session_format import SessionFileError
 from openjet_jax.session_memory import Reuse, SessionFacts, SessionMemory
 from openjet_jax.stats import Stats
 from openjet_jax.token_splice import spliced
@@ -75,8 +74,9 @@ class Session:
         self.model = model
         conversation = Conversation(model.weights, programs_for(model, context, kv_dtype))
         root = root_of(isolation_key or "", model.hash, conversation.decode.kv_dtype)
+        marks = frozenset(model.tokenizer.control_tokens.values())
         store = CheckpointStore(budget or CheckpointBudget())
-        self._memory = SessionMemory(conversation, store, checkpoint_every, prefixes, root)
+        self._memory = SessionMemory(conversation, store, checkpoint_every, prefixes, root, marks)
         self._ids: list[int] = []
         self._answer_start = 0
         self._open: Generator | None = None
@@ -96,17 +96,12 @@ class Session:
             fit the context. Nothing large is allocated before all of it is checked.
         """
         with opened_session(path, model) as file:
-            header = file.header
-            session = cls(
-                model, **{"context": header.context, **settings, "kv_dtype": header.kv_dtype}
-            )
-            if max(header.history, header.known) > session._context:
-                raise SessionFileError(
-                    f"{path}: its {max(header.history, header.known)} tokens do not fit context="
-                    f"{session._context}; ask for a larger context"
-                )
+            context = settings.pop("context", None) or file.header.context
+            file.check_context(context)
+            kv_dtype = file.header.kv_dtype
+            session = cls(model, context=context, kv_dtype=kv_dtype, **settings)
             file.load(session._memory)
-        session._ids, session._answer_start = file.ids, header.answer_start
+        session._ids, session._answer_start = file.ids, file.header.answer_start
         return session
 
     @property
@@ -183,7 +178,6 @@ class Session:
 
         The prefix cache is looked at too, under this session's key alone.
         """
-        self._end_stream()
         return self._memory.source(checked_ids(ids, self.model.config.vocab).tolist()).kept
 
     def read(self) -> Reuse:
@@ -267,7 +261,6 @@ class Session:
 
     def inspect(self) -> SessionFacts:
         """Returns counts and bytes."""
-        self._end_stream()
         return self._memory.facts(self._ids)
 
     def close(self) -> None:
@@ -323,5 +316,6 @@ class Session:
         self._answer_start = self._answer_start if continued else len(self._ids)
         for piece in answer(self.model, conversation, settings, self._answer_start):
             self._ids += piece.token_ids
-            self._memory.after_burst()
+            if piece.finish_reason is None:
+                self._memory.after_burst()
             yield piece
