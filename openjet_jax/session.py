@@ -131,11 +131,7 @@ class Session:
         return len(ids)
 
     def replace(self, prompt: Prompt) -> None:
-        """Makes the history exactly this text or these ids; what it shares with the old is kept.
-
-        Raises:
-          ValueError: as `append`.
-        """
+        """Makes the history this text or these ids; what it shares with the old stays read."""
         self._become(prompt_ids(self.model, prompt))
 
     def converse(
@@ -174,18 +170,11 @@ class Session:
         self._become(self._ids[:length])
 
     def reusable(self, ids: Sequence[int] | np.ndarray) -> int:
-        """Returns how many tokens `replace(ids)` would not read again; changes nothing.
-
-        The prefix cache is looked at too, under this session's key alone.
-        """
+        """Returns how many tokens `replace(ids)` would not have to read; changes nothing."""
         return self._memory.source(checked_ids(ids, self.model.config.vocab).tolist()).kept
 
     def read(self) -> Reuse:
-        """Reads what is unread, and returns (also in `reuse`) what was kept and what was read.
-
-        Raises:
-          ValueError: the history is empty.
-        """
+        """Reads what is unread, and returns (also in `reuse`) what was kept and what was read."""
         for _ in self.reading():
             pass
         return self.reuse
@@ -234,10 +223,7 @@ class Session:
         return joined(self.stream(continued=continued, **settings))
 
     def fork(self) -> "Session":
-        """Returns a session with the same history; neither sees what the other does next.
-
-        Caches and state are copied on the device; checkpoints, which never change, are shared.
-        """
+        """Returns a session with the same history, in device memory of its own."""
         self._end_stream()
         self._memory.mend()
         twin = copy.copy(self)
@@ -250,10 +236,10 @@ class Session:
         self._memory.publish()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the session to a file, readable by its owner alone; the old file stays until then.
+        """Writes the session to a file, readable by its owner alone; a killed save leaves the old.
 
         Raises:
-          OSError: the system refuses, the disk is full, or another process saves to this path.
+          OSError: the system refuses, or another process saves to this path.
         """
         self._end_stream()
         self._memory.mend()

@@ -166,7 +166,7 @@ class SavedSession:
         size = os.fstat(file.fileno()).st_size
         if len(self.header.sha256) != len(self._plan) or size != self._at[-1]:
             raise SessionFileError(
-                f"it has {size} bytes where {self._at[-1]} should be; it was cut"
+                f"it has {size} bytes, not {self._at[-1]}; it was cut or damaged"
             )
         for index, digest in enumerate(self.header.sha256):
             if self._digest(index) != digest:

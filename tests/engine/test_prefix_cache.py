@@ -92,7 +92,8 @@ def test_what_a_session_does_next_changes_no_stored_prefix():
     ours.append([7])
     again = sharing(cache)
     again.append(ours.ids)
-    ours.read(), again.read()
+    for each in (ours, again):
+        each.read()
     assert again.reuse.shared == 99
     assert_same_bits(ours, again)
 

@@ -122,7 +122,8 @@ def test_a_stop_string_leaves_the_history_that_was_reported():
     ours.append([7, 8])
     theirs = session()
     theirs.append(ours.ids)
-    ours.read(), theirs.read()
+    for each in (ours, theirs):
+        each.read()
     assert_close(ours, theirs)
     assert answer(ours) == answer(theirs)
 
