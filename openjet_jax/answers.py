@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from openjet_jax.conversation import Conversation
 from openjet_jax.depth import DepthPolicy, parse_depth
-from openjet_jax.dispatches import checked_ids
+from openjet_jax.dispatches import check_stop_ids
 from openjet_jax.loading import Model
 from openjet_jax.sampling import initial_sampling_state
 from openjet_jax.settings import Sampling
@@ -131,15 +131,14 @@ def answer_settings(
       ValueError: a setting is off; the message names it, its limit and the way out.
     """
     StopMatcher(stop)
-    if max_new_tokens < 1:
-        raise ValueError(f"{max_new_tokens=} must be at least 1")
+    if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
+        raise ValueError(f"{max_new_tokens=} must be an integer, at least 1")
     if ignore_eos and stop_ids:
         raise ValueError(f"ignore_eos contradicts {stop_ids=}; leave one out")
     config, sampling = model.config, sampling or Sampling()
-    if stop_ids:
-        checked_ids(stop_ids, config.vocab)
-    initial_sampling_state(sampling, config.vocab, config.vocab_used)  # it checks logit_bias
     stops = () if ignore_eos else model.tokenizer.stop_ids if stop_ids is None else stop_ids
+    check_stop_ids(stops, config.vocab)
+    initial_sampling_state(sampling, config.vocab, config.vocab_used)  # it checks logit_bias
     return AnswerSettings(
         sampling=sampling,
         depth=depth_policy(model, depth),

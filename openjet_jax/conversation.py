@@ -17,7 +17,14 @@ import numpy as np
 from openjet_jax.compiled import Programs
 from openjet_jax.config import MAX_STOP_IDS, DecodeConfig
 from openjet_jax.depth import AutoDepth, DepthPolicy
-from openjet_jax.dispatches import Burst, burst_of, checked_ids, dispatches
+from openjet_jax.dispatches import (
+    Burst,
+    burst_of,
+    check_stop_ids,
+    checked_ids,
+    cycles_of,
+    dispatches,
+)
 from openjet_jax.sampling import initial_sampling_state
 from openjet_jax.settings import Sampling
 from openjet_jax.state import DecodeState, Request
@@ -216,12 +223,8 @@ class Conversation:
         Raises:
           ValueError: nothing was read yet, or a limit is exceeded.
         """
-        most = self.decode.cycles_per_dispatch
-        count = most if cycles_per_dispatch is None else cycles_per_dispatch
-        if not 1 <= count <= most:
-            raise ValueError(f"cycles_per_dispatch={count} must be in 1..{most}")
-        if len(set(stop_ids)) > MAX_STOP_IDS:
-            raise ValueError(f"{len(set(stop_ids))} stop ids are too many; at most {MAX_STOP_IDS}")
+        count = cycles_of(self.decode, cycles_per_dispatch)
+        check_stop_ids(stop_ids, self.programs.config.vocab)
         if not self.ids:
             raise ValueError("nothing was read yet: a conversation starts with a prompt")
         policy = AutoDepth(depth.depth) if depth.auto else None

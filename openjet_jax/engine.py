@@ -10,7 +10,7 @@ from openjet_jax.answers import Generation, Piece, answer, answer_settings, join
 from openjet_jax.compiled import Programs
 from openjet_jax.config import DecodeConfig
 from openjet_jax.conversation import Conversation
-from openjet_jax.dispatches import checked_ids, chunk_sizes
+from openjet_jax.dispatches import checked_ids, chunk_sizes, cycles_of
 from openjet_jax.loading import Model
 from openjet_jax.settings import Sampling
 from openjet_jax.stats import Stats
@@ -127,6 +127,7 @@ def stream(
     elif context is not None or kv_dtype is not None:
         raise ValueError(f"{context=} and {kv_dtype=} are the conversation's own; leave them out")
     conversation.check_room(len(ids))
+    cycles_of(conversation.decode, cycles_per_dispatch)
     conversation.stats = Stats(ready_s=conversation.stats.ready_s)
     programs, sizes = conversation.programs, chunk_sizes(conversation.decode.chunks, len(ids))
     conversation.prepare(

@@ -21,7 +21,7 @@ import numpy as np
 from openjet_jax.answers import AnswerSettings, Generation, Piece, answer, answer_settings, joined
 from openjet_jax.checkpoint_store import CheckpointBudget, CheckpointStore
 from openjet_jax.conversation import Conversation
-from openjet_jax.dispatches import checked_ids
+from openjet_jax.dispatches import checked_ids, cycles_of
 from openjet_jax.engine import Prompt, programs_for, prompt_ids
 from openjet_jax.loading import Model
 from openjet_jax.prefix_cache import PrefixCache, root_of
@@ -209,6 +209,7 @@ class Session:
           ValueError: the history is empty or full, or a setting is off.
         """
         checked = answer_settings(self.model, **settings)
+        cycles_of(self._memory.conversation.decode, checked.cycles_per_dispatch)
         self._begin()
         if len(self._ids) >= self._context:
             raise ValueError(
