@@ -188,7 +188,8 @@ def _render(args: argparse.Namespace) -> None:
 
 
 def _compile(args: argparse.Namespace) -> None:
-    from openjet_jax.engine import depth_policy, programs_for
+    from openjet_jax.answers import depth_policy
+    from openjet_jax.engine import programs_for
 
     kind = sampling_of(args).kind
     model = model_of(args)

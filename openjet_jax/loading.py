@@ -21,10 +21,10 @@ from openjet_jax.checkpoint import (
     is_checkpoint,
     read_config,
 )
-from openjet_jax.compiled import cache_directory
 from openjet_jax.config import DecodeConfig, ModelConfig
 from openjet_jax.draft_list import DraftList, DraftVocab, chosen_list
 from openjet_jax.draft_vocabulary import with_draft_head
+from openjet_jax.program_store import cache_directory
 from openjet_jax.stacks import load_weights
 from openjet_jax.tiling import resolve_backend, tiled_weights
 from openjet_jax.tokenizer import Tokenizer
