@@ -18,7 +18,7 @@ def main(name: str, text: str = "{}") -> None:
     tiles = Tiles(**changes) if changes else default_tiles(block, case.outputs, case.k, case.rows)
     weights = jnp.stack([make_tiles(block, case.outputs, case.k, jnp.int32(i)) for i in range(3)])
     activations = jax.jit(prepare, static_argnums=1)(inputs(case)["plain"], block)
-    run = jax.jit(lambda x, w, layer: decode_product(x, w, layer, block, tiles))
+    run = jax.jit(lambda x, w, layer: decode_product(x, w, layer, block, tiles, case.epilogue))
     for i in range(6):
         run(activations, weights, jnp.full((1,), i % 3, jnp.int32)).block_until_ready()
 

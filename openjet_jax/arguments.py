@@ -84,10 +84,13 @@ def conversation_of(path: Path) -> dict[str, Any]:
 
 
 def add_model(sub: argparse.ArgumentParser) -> None:
-    """Adds the model and the shapes of its cache."""
+    """Adds the model, what it drafts over, and the shapes of its cache."""
     sub.add_argument("model", help=MODEL)
     sub.add_argument("--context", type=int, help="most positions, prompt and output together")
     sub.add_argument("--kv-dtype", help="format of the key-value cache: float32 or bfloat16")
+    what = '"full", "default", a size, or a .npy file of ids: the tokens that drafts are made of'
+    sub.add_argument("--draft-vocab", help=what)
+    sub.add_argument("--draft-head", help='"same" or "q4", a draft head of four bits')
 
 
 def add_sampling(sub: argparse.ArgumentParser) -> None:
@@ -115,6 +118,23 @@ def add_generation(sub: argparse.ArgumentParser, *, max_new_tokens: int) -> None
         type=json_object,
         help='JSON for the chat template: {"enable_thinking": false, ...}',
     )
+
+
+def model_of(args: argparse.Namespace, draft_vocab: str | None = None) -> Any:
+    """Returns the `Model` of options that `add_model` added.
+
+    Args:
+      args: the options.
+      draft_vocab: what it drafts over unless an option says otherwise.
+    """
+    from openjet_jax.loading import load
+
+    vocab = args.draft_vocab or draft_vocab
+    if vocab is not None and vocab.isdecimal():
+        vocab = int(vocab)
+    elif vocab is not None and vocab.endswith(".npy"):
+        vocab = ids_of(Path(vocab))
+    return load(args.model, draft_vocab=vocab, draft_head=args.draft_head)
 
 
 def sampling_of(args: argparse.Namespace) -> Any:

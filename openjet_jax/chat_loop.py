@@ -1,7 +1,7 @@
 """`openjet-jax chat`: one conversation in a terminal, turn after turn.
 
 A turn reads only what the template adds to the tokens already there; where the template rewrites
-history (it drops the reasoning of earlier turns, say), the conversation is read again: the line
+history (it drops the reasoning of earlier turns, say), what it rewrote is read again: the line
 under an answer says how many tokens were read.
 """
 
@@ -11,9 +11,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from openjet_jax.conversation import Conversation
-from openjet_jax.engine import programs_for, stream
 from openjet_jax.loading import Model
+from openjet_jax.session import Session
 
 
 def chat_loop(model: Model, system: str | None, settings: dict) -> None:
@@ -31,9 +30,8 @@ def chat_loop(model: Model, system: str | None, settings: dict) -> None:
     """
     messages: list[dict] = [{"role": "system", "content": system}] if system else []
     options = settings.pop("template_options", None) or {}
-    programs = programs_for(model, settings.pop("context"), settings.pop("kv_dtype"))
     model.render([*messages, {"role": "user", "content": "Hello"}], **options)
-    conversation = Conversation(model.weights, programs)
+    session = Session(model, context=settings.pop("context"), kv_dtype=settings.pop("kv_dtype"))
     print("Ctrl-D ends the conversation, Ctrl-C stops an answer.", file=sys.stderr)
     while True:
         try:
@@ -45,11 +43,8 @@ def chat_loop(model: Model, system: str | None, settings: dict) -> None:
             continue
         messages.append({"role": "user", "content": text})
         try:
-            ids = model.render(messages, **options)
-            known = len(conversation.ids)
-            if conversation.ids != ids[:known]:
-                conversation, known = Conversation(model.weights, programs), 0
-            answer = _answer(model, conversation, ids[known:], settings)
+            session.converse(messages, **options)
+            answer = _answer(session, settings)
         except ValueError as error:
             print(f"openjet-jax: {error}", file=sys.stderr)
             messages.pop()
@@ -57,17 +52,17 @@ def chat_loop(model: Model, system: str | None, settings: dict) -> None:
             messages.append({"role": "assistant", "content": answer})
 
 
-def _answer(model: Model, conversation: Conversation, ids: list[int], settings: dict) -> str:
+def _answer(session: Session, settings: dict) -> str:
     """Prints an answer as it comes and one line of figures; returns the answer."""
-    answer = ""
+    answer, stats = "", None
     with _deferred_interrupt() as interrupted:
-        for piece in stream(model, ids, conversation=conversation, **settings):
-            answer += piece.text
+        for piece in session.stream(**settings):
+            answer, stats = answer + piece.text, piece.stats
             print(piece.text, end="", flush=True)
             if interrupted.is_set():
                 print(" [stopped]", end="")
                 break
-    print(f"\n\n[{conversation.stats}]\n", flush=True)
+    print(f"\n\n[{stats}]\n", flush=True)
     return answer
 
 

@@ -20,6 +20,7 @@ from openjet_jax.arguments import (
     add_sampling,
     conversation_of,
     ids_of,
+    model_of,
     sampling_of,
     settings_of,
     text_of,
@@ -92,6 +93,14 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--depths", help='comma-separated depths, such as "0,4,auto"')
     add_sampling(sub)
 
+    sub = command("draft-vocab", _draft_vocab, "count text: its frequent tokens are drafted")
+    sub.add_argument("model", help=MODEL)
+    what = "UTF-8 text, .npy token ids, or what `generate --json` printed"
+    sub.add_argument("files", type=Path, nargs="*", help=what)
+    sub.add_argument("--size", type=int, help="tokens in the list; 32768 by default")
+    sub.add_argument("--draft-head", default="same", help='"same" or "q4", rows of four bits')
+    sub.add_argument("--reset", action="store_true", help="go back to the default list")
+
     sub = command("doctor", _doctor, "show devices, versions, and what will be used and why")
     sub.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -120,7 +129,8 @@ def _generate(args: argparse.Namespace) -> None:
         settings["prompt"] = text_of(args.prompt_file)
     else:
         settings["prompt"] = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
-    model = oj.load(args.model)
+    # What reads the JSON gets accepted counts that the list of a checkpoint does not change.
+    model = model_of(args, "full" if args.json else None)
     if args.profile is not None:
         from openjet_jax.profiling import profiled
 
@@ -144,7 +154,7 @@ def _generate(args: argparse.Namespace) -> None:
 def _chat(args: argparse.Namespace) -> None:
     from openjet_jax.chat_loop import chat_loop
 
-    chat_loop(oj.load(args.model), args.system, settings_of(args))
+    chat_loop(model_of(args), args.system, settings_of(args))
 
 
 def _logits(args: argparse.Namespace) -> None:
@@ -178,10 +188,11 @@ def _render(args: argparse.Namespace) -> None:
 
 
 def _compile(args: argparse.Namespace) -> None:
-    from openjet_jax.engine import depth_policy, programs_for
+    from openjet_jax.answers import depth_policy
+    from openjet_jax.engine import programs_for
 
     kind = sampling_of(args).kind
-    model = oj.load(args.model)
+    model = model_of(args)
     depths = [None] if args.depths is None else args.depths.split(",")
     policies = [depth_policy(model, depth) for depth in depths]
     programs = programs_for(model, args.context, args.kv_dtype)
@@ -192,6 +203,25 @@ def _compile(args: argparse.Namespace) -> None:
     )
     for event in programs.events:
         print(f"{event.name:32} {event.seconds:6.2f} s {'compiled' if event.compiled else 'found'}")
+
+
+def _draft_vocab(args: argparse.Namespace) -> None:
+    from openjet_jax.checkpoint import read_config
+    from openjet_jax.draft_list import DEFAULT_SIZE, counted_list, remove_list, write_list
+    from openjet_jax.loading import checkpoint_of, load_tokenizer
+
+    if args.reset == bool(args.files):
+        raise ValueError("give either files to count or --reset")
+    directory = checkpoint_of(args.model)
+    config = read_config(directory)
+    if not config.model.has_mtp:
+        raise ValueError(f"{directory} has no MTP block and makes no drafts")
+    if args.reset:
+        print("removed" if remove_list(directory) else "there was no list")
+        return
+    size = DEFAULT_SIZE if args.size is None else args.size
+    draft = counted_list(load_tokenizer(directory), args.files, size, args.draft_head)
+    print(f"{write_list(directory, config.hash, draft)}: {draft}")
 
 
 def _doctor(args: argparse.Namespace) -> None:

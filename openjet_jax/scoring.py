@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from openjet_jax.conversation import checked_ids, chunk_sizes
-from openjet_jax.engine import NOT_FINITE, programs_for
+from openjet_jax.answers import NOT_FINITE
+from openjet_jax.dispatches import checked_ids, chunk_sizes
+from openjet_jax.engine import programs_for
 from openjet_jax.loading import Model
 
 

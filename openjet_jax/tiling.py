@@ -1,4 +1,4 @@
-"""From packed rows to the order in which the decode kernels read: done once, when a model is loaded.
+"""From packed rows to the order in which the decode kernels read: done once, at loading.
 
 The kernels are for sm_90 GPUs. A projection takes part if every format its layers use has a block
 and its sizes are whole blocks; others (the small alpha and beta projections, say) stay packed and
@@ -52,7 +52,8 @@ def tiled_weights(weights: Weights) -> Weights:
     """
     mtp = weights.mtp
     heads = [weights.head, mtp.head if mtp is not None else None]
-    looked_up = heads if mtp is not None and mtp.draft is not None else []
+    slots = mtp is not None and mtp.draft is not None and not mtp.draft.whole
+    looked_up = heads if slots else []
     shared = {id(plane) for plane in jax.tree.leaves(weights.embedding)}
 
     def visit(node: Any) -> Any:

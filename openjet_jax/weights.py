@@ -188,6 +188,11 @@ class DraftHead(eqx.Module):
     ids: Int[Array, " rows"]
     member: Bool[Array, " vocab"]
 
+    @property
+    def whole(self) -> bool:
+        """Whether every token has a row."""
+        return self.ids.shape == self.member.shape
+
 
 class MtpWeights(eqx.Module):
     """The block that predicts the token after next; every stack in it has one layer.

@@ -6,9 +6,10 @@ one contiguous copy brings codes and scales together. Within a run of 32 weights
 owns weights 4t..4t+3 and 16+4t..16+4t+3, so the activations keep their order (`decode_product`).
 
 Codes become float16 by writing their bits below an exponent: 0x6400 | q is 1024 + q, and a code
-four bits higher, 1024 + 16 q. The activations that meet the latter are stored divided by 16, and
-the 1024s are taken off by the accumulator's start, so a pair of weights costs one instruction and
-a share of a shift. Products of integer codes are exact; scales multiply float32 sums.
+four bits higher, 1024 + 16 q. The activations that meet the latter are stored divided by 16, so a
+pair of weights costs one instruction and a share of a shift. What the 1024s add to a block is the
+product of its scales and the sums of activations under each scale ("offsets"): one more small
+matrix product, exact in its scales. Products of codes are exact; scales multiply float32 sums.
 """
 
 from collections.abc import Mapping
@@ -30,6 +31,9 @@ ROWS, WEIGHTS = 16, 256
 
 _HALF_1024 = 0x64006400
 _MINUS_1024 = 0xE400E400
+_HALF_16384 = 0x74007400
+_MINUS_16384 = 0xF400F400
+_MINUS_18432 = 0xF480F480
 
 
 class Operand(Protocol):
@@ -39,8 +43,8 @@ class Operand(Protocol):
         """Returns four words: two matrix fragments, of weights 0-15 and 16-31 of a run of 32."""
         ...
 
-    def starts(self, run: int, tile: int) -> list[Any]:
-        """Returns four floats: two accumulator starts, each of this lane's two columns."""
+    def offsets(self, tile: int) -> list[Any]:
+        """Returns the fragments of the block's offsets: two words for 8 of them, four for 16."""
         ...
 
     def sums(self, tile: int) -> list[Any]:
@@ -54,16 +58,21 @@ class Block(Protocol):
     `isa` is `ptx`, or a model of it.
     """
 
-    format: PackedFormat
     words: int
+    num_offsets: int
     has_mins: bool
+
+    @property
+    def format(self) -> PackedFormat:
+        """The packed format whose values the block holds."""
+        ...
 
     def tile(self, planes: Mapping[str, jax.Array]) -> jax.Array:
         """Returns uint32 [..., rows / 16, blocks * words] of planes [..., rows, per row] (JAX)."""
         ...
 
-    def starts(self, halves: jax.Array) -> jax.Array:
-        """Returns two accumulator starts of each run, [R, runs, 2]; equal where there is but one.
+    def offsets(self, halves: jax.Array) -> jax.Array:
+        """Returns [R, K / 256, 8 or 16]: what scales multiply to take the codes' excess off.
 
         Args:
           halves: float32 [R, runs, 2, 2]: sums of the stored activations of each half of a run,
@@ -138,14 +147,10 @@ def _low_pairs(isa, word) -> list[Any]:
     """Returns four float16 pairs of eight nibbles: 1024 + q, 1024 + 16 q, 1024 + q, 1024 + 16 q."""
     shifted = word >> 8
     return [
-        isa.bits_or(source, 0x000F000F << shift, _HALF_1024)
+        isa.merge(source, 0x000F000F << shift, _HALF_1024)
         for source in (word, shifted)
         for shift in (0, 4)
     ]
-
-
-def _twice(starts: jax.Array) -> jax.Array:
-    return jnp.stack([starts, starts], -1)
 
 
 def _moved(word, shift: int):
@@ -153,25 +158,14 @@ def _moved(word, shift: int):
     return word >> shift if shift > 0 else word << -shift if shift < 0 else word
 
 
-class _Scaled:
-    """Sums of accumulators times their scales, for each tile, rows g and g + 8."""
+def _pick(lane):
+    """Returns the selector of bytes 2t and 2t + 1 of eight, each in a half word."""
+    return (lane & 3) * 0x202 + 0x100
 
-    def __init__(self, isa, num_tiles: int):
-        self.isa = isa
-        self.sums: list[list[Any] | None] = [None] * num_tiles
 
-    def add(self, tile: int, scale: list[Any], values: list[Any]) -> None:
-        before = self.sums[tile]
-        self.sums[tile] = [
-            scale[i // 2] * v if before is None else self.isa.fma(scale[i // 2], v, before[i])
-            for i, v in enumerate(values)
-        ]
-
-    def times(self, tile: int, scale: list[Any], total: list[Any]) -> list[Any]:
-        """Returns total + scale * sums."""
-        sums = self.sums[tile]
-        assert sums is not None
-        return [self.isa.fma(scale[i // 2], sums[i], total[i]) for i in range(4)]
+def _add_scaled(isa, sums: list[Any], scale: list[Any], values: list[Any]) -> list[Any]:
+    """Returns sums + scale * values for rows g and g + 8."""
+    return [isa.fma(scale[i // 2], values[i], sums[i]) for i in range(4)]
 
 
 class KBlock:
@@ -181,9 +175,10 @@ class KBlock:
     g + 8][8 bytes]; mins [32 lanes][4 bytes]; (d, dmin) [8 g][rows g, g + 8].
     """
 
-    has_mins = True
+    num_offsets, has_mins = 8, True
 
     def __init__(self, packed_format: PackedFormat, bits: int):
+        """Takes the format, and the bits of its codes: 4 or 5."""
         self.format, self.bits = packed_format, bits
         self.scales_at = 2048 + (512 if bits == 5 else 0)
         self.words = (self.scales_at + 320) // 4
@@ -205,9 +200,9 @@ class KBlock:
         parts.append(_words(pair, (2, 1, 0, 3), 16 * two))
         return _join(parts)
 
-    def starts(self, halves: jax.Array) -> jax.Array:
-        """Returns accumulator starts: both kinds of code carry 1024 times their activation."""
-        return _twice(-1024 * halves.sum(axis=(2, 3)))
+    def offsets(self, halves: jax.Array) -> jax.Array:
+        """Returns offsets: both kinds of code carry 1024, and scales come 16 times as large."""
+        return -64 * halves.sum(axis=(2, 3)).reshape(halves.shape[0], -1, 8)
 
     def load(self, isa, address, lane) -> list[Any]:
         """Returns this lane's registers; see `Block`."""
@@ -219,6 +214,7 @@ class KBlock:
             isa.load_shared(address + (lane >> 2) * 16, at, 4),
             isa.load_shared(address + lane * 4, at + 128, 1),
             isa.load_shared(address + (lane >> 2) * 8, at + 256, 2),
+            _pick(lane),
         ]
 
     def _pairs(self, isa, nibbles, high, run: int, row: int) -> list[Any]:
@@ -228,7 +224,7 @@ class KBlock:
         place = 4 * (run % 2) + 2 * row
         return [
             # Plain codes take their fifth bit at bit 4 of a half word, the others at bit 8.
-            isa.bits_or(
+            isa.merge(
                 _moved(high[run // 2], place + i // 2 - (0 if i % 2 else 4)),
                 0x01000100 if i % 2 else 0x00100010,
                 pair,
@@ -238,16 +234,22 @@ class KBlock:
 
     def product(self, isa, loaded, operand: Operand, totals: list[list[Any]]) -> list[list[Any]]:
         """Returns the totals with this block's part; see `Block`."""
-        nibbles, high, scales, (mins,), pair = loaded
-        scaled = _Scaled(isa, len(totals))
+        nibbles, high, scales, (mins,), pair, pick = loaded
+        zero = [isa.Float(0.0)] * 4
+        picked = [isa.permute_bytes(*scales[2 * h : 2 * h + 2], pick) for h in (0, 1)]
+        s = [
+            isa.add_halves(isa.merge(word, 0x00FF00FF, _HALF_16384), _MINUS_16384)
+            for word in picked
+        ]
+        sums = [isa.mma(s * 2, operand.offsets(tile), zero) for tile in range(len(totals))]
         for run in range(8):
             a, b = (self._pairs(isa, nibbles, high, run, row) for row in (0, 1))
             scale = [isa.byte_to_float(scales[2 * h + run // 4], run % 4) for h in (0, 1)]
             for tile in range(len(totals)):
                 x = operand.fragments(run, tile)
-                sums = isa.mma([a[0], b[0], a[1], b[1]], x[:2], operand.starts(run, tile))
-                sums = isa.mma([a[2], b[2], a[3], b[3]], x[2:], sums)
-                scaled.add(tile, scale, sums)
+                values = isa.mma([a[0], b[0], a[1], b[1]], x[:2], zero)
+                values = isa.mma([a[2], b[2], a[3], b[3]], x[2:], values)
+                sums[tile] = _add_scaled(isa, sums[tile], scale, values)
         m = [
             isa.add_halves(isa.permute_bytes(mins, 0x64646464, selector), _MINUS_1024)
             for selector in (0x4140, 0x4342)
@@ -256,10 +258,8 @@ class KBlock:
         dmin = [-isa.half_to_float(word, True) for word in pair]
         results = []
         for tile, total in enumerate(totals):
-            zero = [isa.Float(0.0)] * 4
-            offsets = isa.mma([m[0], m[1], m[0], m[1]], operand.sums(tile), zero)
-            total = scaled.times(tile, d, total)
-            results.append([isa.fma(dmin[i // 2], offsets[i], total[i]) for i in range(4)])
+            total = _add_scaled(isa, total, d, sums[tile])
+            results.append(_add_scaled(isa, total, dmin, isa.mma(m * 2, operand.sums(tile), zero)))
         return results
 
 
@@ -270,7 +270,7 @@ class Q6KBlock:
     fields a word; scales [8 g][rows g, g + 8][16 bytes]; d [8 g][rows g, g + 8].
     """
 
-    format, words, has_mins = Q6_K, 840, False
+    format, words, num_offsets, has_mins = Q6_K, 840, 16, False
 
     # Where a half word keeps the upper bits of (run, half s), for plain codes and the others: the
     # plain ones are moved to bit 4, the others to bit 8.
@@ -297,9 +297,10 @@ class Q6KBlock:
             ]
         )
 
-    def starts(self, halves: jax.Array) -> jax.Array:
-        """Returns accumulator starts: codes carry 1024, and 32 (or 16 times that) too much."""
-        return -1056 * halves[..., 0] - 1536 * halves[..., 1]
+    def offsets(self, halves: jax.Array) -> jax.Array:
+        """Returns offsets: codes carry 1024 and 32 (or 16 times that); scales come times 16."""
+        per_half = -66 * halves[..., 0] - 96 * halves[..., 1]
+        return per_half.reshape(halves.shape[0], -1, 16)
 
     def load(self, isa, address, lane) -> list[Any]:
         """Returns this lane's registers; see `Block`."""
@@ -309,37 +310,48 @@ class Q6KBlock:
             [isa.load_shared(address + lane * 16, 2048 + 512 * half, 4) for half in (0, 1)],
             [isa.load_shared(address + group * 32, 3072 + 16 * h, 4) for h in (0, 1)],
             isa.load_shared(address + group * 4, 3328, 1),
+            _pick(lane),
         ]
 
     def _pairs(self, isa, nibbles, high, run: int, row: int) -> list[Any]:
         pairs = _low_pairs(isa, nibbles[run // 2][2 * (run % 2) + row])
         word = high[run // 4][2 * (run // 2 % 2) + row]
         return [
-            isa.bits_or(_moved(word, self._RAISED[run % 2][i // 2] - 8), 0x03000300, pair)
+            isa.merge(_moved(word, self._RAISED[run % 2][i // 2] - 8), 0x03000300, pair)
             if i % 2
-            else isa.bits_or(_moved(word, self._PLAIN[run % 2][i // 2] - 4), 0x00300030, pair)
+            else isa.merge(_moved(word, self._PLAIN[run % 2][i // 2] - 4), 0x00300030, pair)
             for i, pair in enumerate(pairs)
         ]
 
     def product(self, isa, loaded, operand: Operand, totals: list[list[Any]]) -> list[list[Any]]:
         """Returns the totals with this block's part; see `Block`."""
-        nibbles, high, scales, (d_pair,) = loaded
-        scaled = _Scaled(isa, len(totals))
+        nibbles, high, scales, (d_pair,), pick = loaded
+        tiles, zero = range(len(totals)), [isa.Float(0.0)] * 4
+        # Signed bytes plus 128, below 16384: what is taken off is 16 * 128 larger.
+        s = [
+            isa.add_halves(
+                isa.merge(isa.permute_bytes(*words[i : i + 2], pick), 0x00FF00FF, 0x74807480),
+                _MINUS_18432,
+            )
+            for i in (0, 2)
+            for words in scales
+        ]
+        sums = []
+        for tile in tiles:
+            offsets = operand.offsets(tile)
+            sums.append(isa.mma(s, offsets[2:], isa.mma(s, offsets[:2], zero)))
         for run in range(8):
             a, b = (self._pairs(isa, nibbles, high, run, row) for row in (0, 1))
-            tiles = range(len(totals))
             fragments = [operand.fragments(run, tile) for tile in tiles]
-            starts = [operand.starts(run, tile) for tile in tiles]
             for half in (0, 1):
-                index = 2 * run + half
+                index, i = 2 * run + half, 2 * half
                 scale = [isa.byte_to_float(scales[h][index // 4], index % 4, True) for h in (0, 1)]
-                i = 2 * half
-                for tile, x in enumerate(fragments):
-                    start = starts[tile][i : i + 2]
-                    sums = isa.mma([a[i], b[i], a[i + 1], b[i + 1]], x[i : i + 2], start * 2)
-                    scaled.add(tile, scale, sums)
+                for tile in tiles:
+                    x = fragments[tile][i : i + 2]
+                    values = isa.mma([a[i], b[i], a[i + 1], b[i + 1]], x, zero)
+                    sums[tile] = _add_scaled(isa, sums[tile], scale, values)
         d = [isa.half_to_float(d_pair, high_half) for high_half in (False, True)]
-        return [scaled.times(tile, d, total) for tile, total in enumerate(totals)]
+        return [_add_scaled(isa, total, d, sums[tile]) for tile, total in enumerate(totals)]
 
 
 class Q80Block:
@@ -348,7 +360,7 @@ class Q80Block:
     Words: codes + 128 [8 runs][32 lanes][rows g, g + 8][8 bytes]; d [8 g][rows g, g + 8][8 halves].
     """
 
-    format, words, has_mins = Q8_0, 1088, False
+    format, words, num_offsets, has_mins = Q8_0, 1088, 8, False
 
     def tile(self, planes: Mapping[str, jax.Array]) -> jax.Array:
         """Returns the words of planes; see `Block`. K must be a multiple of 256."""
@@ -364,35 +376,42 @@ class Q80Block:
             ]
         )
 
-    def starts(self, halves: jax.Array) -> jax.Array:
-        """Returns accumulator starts: codes carry 1024 + 128, the others 16 times that."""
-        return _twice((-1152 * halves[..., 0] - 18432 * halves[..., 1]).sum(axis=2))
+    def offsets(self, halves: jax.Array) -> jax.Array:
+        """Returns offsets over 32: codes carry 1024 + 128, the others 16 times that."""
+        per_half = -36 * halves[..., 0] - 576 * halves[..., 1]
+        return per_half.sum(axis=2).reshape(halves.shape[0], -1, 8)
 
     def load(self, isa, address, lane) -> list[Any]:
         """Returns this lane's registers; see `Block`."""
+        scales, pair = address + (lane >> 2) * 32, address + (lane >> 2) * 32 + (lane & 3) * 4
         return [
             [isa.load_shared(address + lane * 16, 512 * run, 4) for run in range(8)],
-            [isa.load_shared(address + (lane >> 2) * 32, 4096 + 16 * h, 4) for h in (0, 1)],
+            [isa.load_shared(scales, 4096 + 16 * h, 4) for h in (0, 1)],
+            [isa.load_shared(pair, 4096 + 16 * h, 1)[0] for h in (0, 1)],
         ]
 
     def product(self, isa, loaded, operand: Operand, totals: list[list[Any]]) -> list[list[Any]]:
         """Returns the totals with this block's part; see `Block`."""
-        codes, scales = loaded
-        totals = list(totals)
+        codes, scales, pair = loaded
+        zero, whole = [isa.Float(0.0)] * 4, [isa.Float(32.0)] * 2
+        totals = [
+            _add_scaled(isa, total, whole, isa.mma(pair * 2, operand.offsets(tile), zero))
+            for tile, total in enumerate(totals)
+        ]
         for run in range(8):
             # Bytes of 0x64 make 1024 + u; of 0x74, 16384 + 16 u, for activations over 16.
             pairs = [
-                isa.permute_bytes(word, 0x64746474, 0x5150 if i == 0 else 0x4342)
+                isa.permute_bytes(word, 0x64746474, selector)
                 for word in codes[run]
-                for i in (0, 1)
+                for selector in (0x5150, 0x4342)
             ]
             a, b = pairs[:4], pairs[4:]
             d = [isa.half_to_float(scales[h][run // 2], bool(run % 2)) for h in (0, 1)]
-            for tile, total in enumerate(totals):
+            for tile in range(len(totals)):
                 x = operand.fragments(run, tile)
-                sums = isa.mma([a[0], b[0], a[1], b[1]], x[:2], operand.starts(run, tile))
-                sums = isa.mma([a[2], b[2], a[3], b[3]], x[2:], sums)
-                totals[tile] = [isa.fma(d[i // 2], sums[i], total[i]) for i in range(4)]
+                values = isa.mma([a[0], b[0], a[1], b[1]], x[:2], zero)
+                values = isa.mma([a[2], b[2], a[3], b[3]], x[2:], values)
+                totals[tile] = _add_scaled(isa, totals[tile], d, values)
         return totals
 
 

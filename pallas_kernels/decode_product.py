@@ -65,17 +65,17 @@ class Tiles:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Activations as the kernels read them: float16, with what the accumulators start from.
+    """Activations as the kernels read them: float16, with the sums that go with scales and mins.
 
-    Row r is divided by scales[r], a power of two that brings its largest magnitude to 256..512, so
-    nothing overflows and rounding is 2^-12 of a value.
+    Row r is divided by scales[r], a power of two that brings its largest magnitude to 16..32, so
+    nothing overflows and rounding is 2^-12 of a value down to 2^-15 of the largest.
 
     Attributes:
       blocks: uint32 [K / 256, words]: for each run of 32, row and quad lane t, the eight float16
         of elements 4t..4t+3 and 16+4t..16+4t+3, elements 2 and 3 of each four divided by 16 (see
-        `decode_blocks`); then float32 accumulator starts [run, R / 8, t, 2 starts, 2 columns];
-        then, for blocks with mins, fragments of the sums over runs [R / 8, 32 lanes, 2], as high
-        and low float16.
+        `decode_blocks`); then fragments of the block's offsets [R / 8, 32 lanes, 2 or 4]; then,
+        for blocks with mins, of the sums over runs [R / 8, 32 lanes, 2]. Offsets and sums are
+        pairs of float16, high and low parts.
       scales: float32 [R].
     """
 
@@ -86,25 +86,46 @@ class Activations:
 def prepare(x: jax.Array, block: Block) -> Activations:
     """Returns activations [R, K] (R = 8 or 16) as products with this kind of block read them."""
     rows, k = x.shape
-    tiles, blocks = rows // 8, k // WEIGHTS
     _, exponent = jnp.frexp(jnp.max(jnp.abs(x), axis=1))
-    scaled = jnp.ldexp(x, 9 - exponent[:, None]).reshape(rows, k // _RUN, 2, 4, 2, 2)
+    scaled = jnp.ldexp(x, 5 - exponent[:, None]).reshape(rows, k // _RUN, 2, 4, 2, 2)
     # Dims: row, run, half s, lane t, e, o; the pairs e = 1 meet codes four bits higher.
     divided = scaled * jnp.array([1, 1 / 16], jnp.float32).reshape(1, 1, 1, 1, 2, 1)
-    stored = divided.astype(jnp.float16)
-    halves = stored.astype(jnp.float32).sum(axis=(3, 5))  # row, run, s, e
-    # A lane's columns are 2t and 2t + 1.
-    starts = block.starts(halves).reshape(tiles, 4, 2, -1, 2).transpose(3, 0, 1, 4, 2)
-    parts = [_words(stored.transpose(1, 0, 3, 2, 4, 5).reshape(-1, 2)), _words(starts)]
+    stored = _round_to_half(divided)
+    halves = stored.sum(axis=(3, 5))  # row, run, s, e
+    values = stored.astype(jnp.float16).transpose(1, 0, 3, 2, 4, 5)
+    values = _words(values.reshape(-1, 2))
+    parts = [values.reshape(k // WEIGHTS, -1), _fragments(block.offsets(halves))]
     if block.has_mins:
-        sums = (halves * jnp.array([1, 16], jnp.float32).reshape(1, 1, 1, 2)).sum(axis=(2, 3))
-        high = sums.astype(jnp.float16)
-        low = (sums - high.astype(jnp.float32)).astype(jnp.float16)
-        both = jnp.stack([high, low], -1).reshape(tiles, 8, blocks, 4, 2, 2)
-        # Dims become block, tile, g, t, part, pair.
-        parts.append(_words(both.transpose(2, 0, 1, 3, 5, 4).reshape(-1, 2)))
-    words = jnp.concatenate([part.reshape(blocks, -1) for part in parts], axis=1)
-    return Activations(blocks=words, scales=jnp.ldexp(jnp.float32(1), exponent - 9))
+        whole = halves * jnp.array([1, 16], jnp.float32).reshape(1, 1, 1, 2)
+        parts.append(_fragments(whole.sum(axis=(2, 3)).reshape(rows, -1, 8)))
+    return Activations(
+        blocks=jnp.concatenate(parts, axis=1), scales=jnp.ldexp(jnp.float32(1), exponent - 5)
+    )
+
+
+def _round_to_half(x: jax.Array) -> jax.Array:
+    """Returns float32 with the significands of float16.
+
+    Not a conversion there and back, which XLA takes for an excess of precision that it may keep.
+    """
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
+
+
+def _fragments(sums: jax.Array) -> jax.Array:
+    """Returns uint32 [blocks, words]: right-hand fragments of sums [R, blocks, 8 or 16].
+
+    Rows of the right-hand matrix are the high parts of 8 sums, then the low parts; of 16 sums,
+    there is one matrix of high parts and one of low parts.
+    """
+    rows, blocks, number = sums.shape
+    high = _round_to_half(sums)
+    both = (
+        jnp.stack([high, sums - high], 2)
+        .astype(jnp.float16)
+        .reshape(rows // 8, 8, blocks, number // 4, 4, 2)
+    )
+    # Dims: tile, g, block, eights (high ones first), t, pair; they become lanes' words.
+    return _words(both.transpose(2, 0, 1, 4, 3, 5).reshape(-1, 2)).reshape(blocks, -1)
 
 
 def _words(array: jax.Array) -> jax.Array:
@@ -117,11 +138,9 @@ def default_tiles(block: Block, outputs: int, k: int, rows: int = 8) -> Tiles:
     About 64 KB in flight in a block of threads are enough for the bandwidth, and more are worse.
     """
     # An H200 has room for 66 clusters of two, 30 of four, 15 of eight.
-    for parts, sharers, grid in ((1, 2, 132), (2, 1, 132), (4, 1, 120), (8, 1, 120)):
-        for warpgroups, stages in ((3, 2), (2, 2), (2, 1)):
-            tiles = Tiles(
-                warpgroups=warpgroups, stages=stages, parts=parts, sharers=sharers, grid=grid
-            )
+    for parts, grid in ((1, 132), (2, 132), (4, 120), (8, 120)):
+        for warpgroups, stages in ((3, 2), (2, 2)):
+            tiles = Tiles(warpgroups=warpgroups, stages=stages, parts=parts, grid=grid)
             if k % (WEIGHTS * parts) == 0 and (
                 _Cut.sized(block, tiles, "none", rows, outputs // ROWS, k).shared_bytes
                 <= _SHARED_LIMIT
@@ -189,7 +208,7 @@ class _Cut:
 
     @classmethod
     def sized(cls, block: Block, tiles: Tiles, epilogue: Epilogue, rows, units, k) -> "_Cut":
-        words = 1024 + 128 + (64 if block.has_mins else 0)
+        words = 1024 + 8 * block.num_offsets + (64 if block.has_mins else 0)
         return cls(
             tiles=tiles,
             block=block,
@@ -224,11 +243,6 @@ class _Cut:
     @property
     def outputs(self) -> int:
         return self.units * (ROWS if self.epilogue == "none" else ROWS // 2)
-
-    @property
-    def operand_first(self) -> bool:
-        """Whether activations can be fetched before the previous kernel, or a sharer, is known."""
-        return not self.tiles.overlap and self.tiles.sharers == 1
 
     @property
     def block_bytes(self) -> int:
@@ -285,7 +299,7 @@ class _Cut:
         return [
             tiles.warpgroups * tiles.stages * self.stage_bytes // 4,
             self.blocks * self.operand_bytes // 4,
-            tiles.warpgroups * 2 * 4 * self.sums_bytes // 4,
+            tiles.warpgroups * self.sums_bytes,
             max(1, tiles.warpgroups * received * self.sums_bytes // 4),
             2 * barriers,
         ]
@@ -310,6 +324,7 @@ class _Places:
         self.empty = self.full + 8 * tiles.warpgroups * tiles.stages
         self.arrived = self.empty + 8 * tiles.warpgroups * tiles.stages
         self.ready = self.arrived + 8 * tiles.warpgroups * cut.turns
+        self.evict_first = ptx.evict_first_policy()
         row = ptx.load_global(ptx.global_address(layer))[0]
         self.weights = ptx.offset_address(
             ptx.offset_address(ptx.global_address(weights), row, cut.units * cut.unit_bytes),
@@ -342,7 +357,9 @@ def _fetch(cut: _Cut, at: _Places, worker, turn, step, stage) -> None:
     source = ptx.offset_address(at.weights, at.unit(cut, worker, turn), cut.unit_bytes)
     source = ptx.offset_address(source, step, cut.stage_bytes)
     ptx.barrier_expect(at.full + slot * 8, size)
-    ptx.copy_bulk(at.ring + slot * cut.stage_bytes, source, size, at.full + slot * 8)
+    ptx.copy_bulk(
+        at.ring + slot * cut.stage_bytes, source, size, at.full + slot * 8, at.evict_first
+    )
 
 
 def _fetch_operand(cut: _Cut, at: _Places, step: int) -> None:
@@ -365,56 +382,73 @@ def _fetch_operand(cut: _Cut, at: _Places, step: int) -> None:
 
 
 def _start_kernel(cut: _Cut, _, *refs) -> None:
-    """Prepares barriers and starts the first copies, step by step as consumers will want them.
+    """Prepares barriers and starts the first copies; with overlap, reads only what is constant.
 
-    With overlap, nothing here reads what another kernel may have written.
+    One copy costs its thread some 300 cycles, so every ring, and the activations, have their own
+    thread, and no consumer waits for these threads to come through.
     """
     tiles, at = cut.tiles, _Places(cut, refs)
-    slots = tiles.warpgroups * tiles.stages
-    with ptx.when(at.thread.equals(tiles.warpgroups * 128)):
-        for slot in range(slots):
-            ptx.barrier_init(at.full + 8 * slot, 1)
-            ptx.barrier_init(at.empty + 8 * slot, 4)
-        for slot in range(tiles.warpgroups * cut.turns if tiles.parts > 1 else 0):
-            ptx.barrier_init(at.arrived + 8 * slot, 1)
+    feeder, threads = at.warp - 4 * tiles.warpgroups, (tiles.warpgroups + 1) * 128
+    with ptx.when(at.warp < 4 * tiles.warpgroups):
+        ptx.cluster_arrive() if tiles.cluster > 1 else ptx.sync_threads(0, threads)
+    with ptx.when(ptx.Word(4 * tiles.warpgroups - 1) < at.warp):
+        with ptx.when(at.lane.equals(0)):
+            _prepare_barriers(cut, at, feeder)
+        ptx.sync_warp()
+        ptx.cluster_arrive() if tiles.cluster > 1 else ptx.arrive_threads(0, threads)
+        with ptx.when(feeder < tiles.warpgroups), ptx.when(at.lane.equals(0)):
+            turns = at.turns(cut, feeder)
+            if tiles.overlap:
+                ptx.launch_next_kernel()
+            for place in range(tiles.stages):
+                turn, step = (ptx.Word(i) for i in divmod(place, cut.steps))
+                with ptx.when(turn < turns):
+                    _fetch(cut, at, feeder, turn, step, ptx.Word(place))
+        if tiles.sharers == 1 and not tiles.overlap:
+            _fetch_operands(cut, at, feeder)
+    if tiles.cluster > 1:
+        ptx.cluster_wait()
+        if tiles.sharers > 1 and not tiles.overlap:
+            _fetch_operands(cut, at, feeder)
+
+
+def _prepare_barriers(cut: _Cut, at: _Places, feeder) -> None:
+    tiles = cut.tiles
+    with ptx.when(feeder < tiles.warpgroups):
+        for place in range(tiles.stages):
+            slot = (feeder * tiles.stages + place) * 8
+            ptx.barrier_init(at.full + slot, 1)
+            ptx.barrier_init(at.empty + slot, 4)
+        for turn in range(cut.turns if tiles.parts > 1 else 0):
+            arrived = at.arrived + (feeder * cut.turns + turn) * 8
+            ptx.barrier_init(arrived, 1)
+            ptx.barrier_expect(arrived, tiles.parts * cut.sums_bytes)
+    with ptx.when(feeder.equals(3)):
         for step in range(cut.steps):
             ptx.barrier_init(at.ready + 8 * step, 1)
-        ptx.fence_barriers()
-        if tiles.parts > 1:
-            for slot in range(tiles.warpgroups * cut.turns):
-                ptx.barrier_expect(at.arrived + 8 * slot, tiles.parts * cut.sums_bytes)
-        if tiles.overlap:
-            ptx.launch_next_kernel()
-        for place in range(max(tiles.stages, cut.steps)):
-            if place < cut.steps and cut.operand_first:
-                _fetch_operand(cut, at, place)
-            if place < tiles.stages:
-                turn, step = divmod(place, cut.steps)
-                for worker in range(tiles.warpgroups):
-                    with ptx.when(ptx.Word(turn) < at.turns(cut, ptx.Word(worker))):
-                        words = [ptx.Word(i) for i in (worker, turn, step, place)]
-                        _fetch(cut, at, *words)
-    if tiles.cluster > 1:
-        ptx.sync_cluster()
-    else:
-        ptx.sync_threads(0, (tiles.warpgroups + 1) * 128)
+    ptx.fence_barriers()
+
+
+def _fetch_operands(cut: _Cut, at: _Places, feeder) -> None:
+    with ptx.when(feeder.equals(3)), ptx.when(at.lane.equals(0)):
+        for step in range(cut.steps):
+            _fetch_operand(cut, at, step)
 
 
 def _stream_kernel(cut: _Cut, _, *refs) -> None:
     tiles, at = cut.tiles, _Places(cut, refs)
     feeder = at.warp - 4 * tiles.warpgroups
+    if tiles.overlap:
+        _fetch_operands(cut, at, feeder)
     with ptx.when(feeder < tiles.warpgroups), ptx.when(at.lane.equals(0)):
-        with ptx.when(feeder.equals(0)):
-            for step in range(0 if cut.operand_first else cut.steps):
-                _fetch_operand(cut, at, step)
         _feed(cut, at, feeder)
-        if tiles.sharers > 1:
-            # A block must not end while others may still write into it.
-            with ptx.when(feeder.equals(0)):
-                for step in range(cut.steps):
-                    ptx.barrier_wait(at.ready + 8 * step, ptx.Word(0))
     with ptx.when(at.warp < 4 * tiles.warpgroups):
         _consume(cut, at)
+    if tiles.sharers > 1:
+        # A block must not end while others may still write into it.
+        with ptx.when(feeder.equals(3)):
+            for step in range(cut.steps):
+                ptx.barrier_wait(at.ready + 8 * step, ptx.Word(0))
 
 
 def _feed(cut: _Cut, at: _Places, worker) -> None:
@@ -435,24 +469,24 @@ class _SharedOperand:
     """The activations that block number `index` of a part of K meets."""
 
     def __init__(self, cut: _Cut, at: _Places, index: ptx.Word):
-        self.tiles = cut.rows // 8
+        self.tiles, self.num_offsets = cut.rows // 8, cut.block.num_offsets
         base = at.operand + index * cut.operand_bytes
-        self.lane_at, self.quad_at = base + at.lane * 16, base + (at.lane & 3) * 16
+        self.values_at = base + at.lane * 16
+        self.offsets_at = base + at.lane * self.num_offsets
         self.sums_at = base + at.lane * 8
-        self.values_bytes, self.starts_bytes = WEIGHTS * cut.rows * 2, 8 * self.tiles * 64
 
     def fragments(self, run: int, tile: int) -> list[ptx.Word]:
         """Returns the two matrix fragments of a run of 32 weights."""
-        return ptx.load_shared(self.lane_at, (run * self.tiles + tile) * 512, 4)
+        return ptx.load_shared(self.values_at, (run * self.tiles + tile) * 512, 4)
 
-    def starts(self, run: int, tile: int) -> list[ptx.Float]:
-        """Returns what two accumulators start from."""
-        offset = self.values_bytes + (run * self.tiles + tile) * 64
-        return ptx.load_shared_floats(self.quad_at, offset, 4)
+    def offsets(self, tile: int) -> list[ptx.Word]:
+        """Returns the fragments of the block's offsets."""
+        offset = self.tiles * 4096 + tile * 32 * self.num_offsets
+        return ptx.load_shared(self.offsets_at, offset, self.num_offsets // 4)
 
     def sums(self, tile: int) -> list[ptx.Word]:
         """Returns the fragment of the sums over runs."""
-        offset = self.values_bytes + self.starts_bytes + tile * 256
+        offset = self.tiles * (4096 + 32 * self.num_offsets) + tile * 256
         return ptx.load_shared(self.sums_at, offset, 2)
 
 
@@ -513,8 +547,9 @@ class _Outputs:
     def add_warps(self, turn: ptx.Word, totals: list[list[ptx.Float]]) -> None:
         """Adds the sums of the four warps; stores outputs, or sends sums on to their part."""
         cut, at = self.cut, self.at
-        # Two buffers in turn: a warp that is ahead writes the other one.
-        buffer = at.sums + (self.worker * 2 + (turn & 1)) * (4 * cut.sums_bytes)
+        buffer = at.sums + self.worker * (4 * cut.sums_bytes)
+        # The sums of the last unit have been read.
+        ptx.sync_threads(self.worker + 1, 128)
         for tile, total in enumerate(totals):
             ptx.store_shared(buffer + self.thread * 16, total, tile * 2048)
         ptx.sync_threads(self.worker + 1, 128)
@@ -558,9 +593,7 @@ class _Outputs:
         return self.worker * self.cut.turns + turn
 
     def _slot(self, turn: ptx.Word) -> ptx.Word:
-        return self.at.received + self._index(turn) * (
-            self.cut.tiles.parts * self.cut.sums_bytes
-        )
+        return self.at.received + self._index(turn) * (self.cut.tiles.parts * self.cut.sums_bytes)
 
     def _store(self, turn: ptx.Word, read) -> None:
         cut, at = self.cut, self.at

@@ -161,7 +161,7 @@ def test_compile_makes_what_generate_needs_and_finds_it_the_second_time(command)
 
 def test_tokenize_reads_a_file_as_it_is_and_control_tokens_only_if_asked(command):
     pathlib.Path("text").write_bytes(b"x\r\n<|im_end|>")
-    tokenizer = oj.loading.load_tokenizer("tiny")
+    tokenizer = loading.load_tokenizer("tiny")
     code, out, _ = command("tokenize", "tiny", "--file", "text", "--json")
     assert code == 0 and json.loads(out) == tokenizer.encode("x\r\n<|im_end|>")
     code, out, _ = command("tokenize", "tiny", "--file", "text", "--special")
@@ -262,7 +262,7 @@ REFUSALS = [
     ("generate PLAIN --prompt a --seed -1", "seed=-1 must be"),
     ("generate PLAIN --prompt a --depth 6", "depth 6 must be in 0..5"),
     ("generate PLAIN --prompt a --depth fast", "depth='fast' is not a draft depth"),
-    ("generate PLAIN --prompt a -n 0", "max_new_tokens=0 must be at least 1"),
+    ("generate PLAIN --prompt a -n 0", "max_new_tokens=0 must be an integer, at least 1"),
     ("generate PLAIN --prompt a --kv-dtype int3", "kv_dtype='int3' is not supported"),
     ("generate PLAIN --prompt a --context 0", "context=0 must be at least 1"),
     ("generate PLAIN --prompt a --context 9999999", "more than the 4096 positions"),

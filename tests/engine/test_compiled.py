@@ -144,3 +144,18 @@ def test_programs_are_made_from_shapes_alone(model, store):
     later = Programs(model.config, DECODE, model.weights, store)
     later.cycles(GREEDY, 0)
     assert later.num_compiled == 0
+
+
+def test_programs_never_come_from_a_cache_of_jax_since_those_cannot_be_stored(model, store):
+    jax.jit(lambda x: x + 1)(np.float32(1))  # JAX looks at its cache's switch until first used
+    seen: list[str] = []
+
+    def listen(event: str, **_) -> None:
+        seen.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        Programs(model.config, DECODE, model.weights, store).logits(192)
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+    assert not [event for event in seen if "compile_requests_use_cache" in event]

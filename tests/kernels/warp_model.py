@@ -27,16 +27,17 @@ class Instructions(Memory):
 
     @staticmethod
     def permute_bytes(low, high, selector):
-        both = low.astype(np.uint64) | (np.uint64(high) << np.uint64(32))
-        result = np.zeros(32, np.uint64)
+        both = low.astype(np.uint64) | (np.asarray(high).astype(np.uint64) << np.uint64(32))
+        result, selector = np.zeros(32, np.uint64), np.asarray(selector, np.uint64)
         for i in range(4):
-            byte = (both >> np.uint64(8 * (selector >> 4 * i & 7))) & np.uint64(255)
+            index = selector >> np.uint64(4 * i) & np.uint64(7)
+            byte = (both >> (np.uint64(8) * index)) & np.uint64(255)
             result |= byte << np.uint64(8 * i)
         return result.astype(np.uint32)
 
     @staticmethod
-    def bits_or(word, mask, pattern):
-        return word & np.uint32(mask) | np.uint32(pattern)
+    def merge(word, mask, pattern):
+        return word & np.uint32(mask) ^ np.asarray(pattern, np.uint32)
 
     @staticmethod
     def add_halves(a, b):
@@ -75,18 +76,17 @@ class Operand:
 
     def __init__(self, block, activations, index: int):
         tiles = activations.scales.shape[0] // 8
-        sizes = np.cumsum([1024 * tiles, 128 * tiles])
-        words = np.asarray(activations.blocks)[index]
-        values, starts, sums = np.split(words, sizes)
+        sizes = np.cumsum([1024 * tiles, 8 * block.num_offsets * tiles])
+        values, offsets, sums = np.split(np.asarray(activations.blocks)[index], sizes)
         self.values = values.reshape(8, tiles, 32, 4)
-        self.all_starts = starts.view(np.float32).reshape(-1, tiles, 4, 4)[:, :, np.arange(32) % 4]
-        self.all_sums = sums.reshape(tiles, 32, 2) if block.has_mins else None
+        self.all_offsets = offsets.reshape(tiles, 32, -1)
+        self.all_sums = sums.reshape(tiles, 32, -1)
 
     def fragments(self, run, tile):
         return list(self.values[run, tile].T.copy())
 
-    def starts(self, run, tile):
-        return list(self.all_starts[run, tile].T.copy())
+    def offsets(self, tile):
+        return list(self.all_offsets[tile].T.copy())
 
     def sums(self, tile):
         return list(self.all_sums[tile].T.copy())
