@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,9 +141,9 @@ def partial_checksum(data: np.ndarray, start: int) -> int:
     return int((sums * factors).sum())
 
 
-def leaf_file(directory: Path, block: str, field: str, plane: str, ndim: int) -> Path:
+def leaf_file(directory: Path, block: str, field: str, plane: str, ndim: int) -> str:
     """Returns the file that holds the bytes of a leaf: the only chunk of its Zarr array."""
-    return directory / "weights" / block / f"{field}.{plane}" / ".".join("0" * ndim)
+    return f"{directory}/weights/{block}/{field}.{plane}/{'.'.join('0' * ndim)}"
 
 
 def write_block(
@@ -178,7 +179,7 @@ def write_block(
     for field, planes in tree.items():
         for name, plane in planes.items():
             file = leaf_file(directory, block, field, name, plane.ndim)
-            if not file.exists() or file.stat().st_size != plane.nbytes:
+            if not os.path.exists(file) or os.path.getsize(file) != plane.nbytes:
                 raise CheckpointError(f"{file} is not one raw chunk of {plane.nbytes} bytes")
     return {
         field: {

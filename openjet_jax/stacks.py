@@ -37,8 +37,8 @@ from pallas_kernels.formats import FORMATS
 READ_AHEAD_BYTES = 512 * 2**20
 """Host memory that may be in flight, beside the stack being sent."""
 
-PART_BYTES = 64 * 2**20
-"""Read by one thread."""
+TASK_BYTES = 32 * 2**20
+"""Read by one thread at a time."""
 
 PIECE_BYTES = 2**20
 """Read at once."""
@@ -83,27 +83,19 @@ def load_weights(directory: Path) -> tuple[ModelConfig, Weights]:
     config = read_config(directory)
     stacks, tree = jax.tree.flatten(_layout(config))
     loaded: list[jax.Array] = []
-    reading: collections.deque[tuple[np.ndarray, list[_LeafReading]]] = collections.deque()
+    readings: collections.deque[_Reading] = collections.deque()
 
     def send() -> None:
-        array, leaves = reading.popleft()
-        for leaf in leaves:
-            leaf.finish()
+        array = readings.popleft().finish()
         loaded.append(jax.device_put(array, may_alias=True).block_until_ready())
 
     pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="restore")
     try:
         for stack in stacks:
-            array = _empty(stack.spec.shape, stack.spec.dtype)
-            slots = array if stack.stacked else array[None]
-            leaves = [
-                _LeafReading(pool, directory, entry, stack.plane, slot)
-                for entry, slot in zip(stack.entries, slots, strict=True)
-            ]
-            reading.append((array, leaves))
-            while sum(array.nbytes for array, _ in reading) > READ_AHEAD_BYTES:
+            readings.append(_Reading(pool, directory, stack))
+            while sum(reading.array.nbytes for reading in readings) > READ_AHEAD_BYTES:
                 send()
-        while reading:
+        while readings:
             send()
     finally:
         pool.shutdown(cancel_futures=True)
@@ -122,59 +114,86 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-class _LeafReading:
-    """One stored plane on its way into its slot."""
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Bytes of a leaf from `start` on, and where they go."""
 
-    def __init__(
-        self,
-        pool: ThreadPoolExecutor,
-        directory: Path,
-        entry: TensorEntry,
-        plane: str,
-        slot: np.ndarray,
-    ):
-        """Starts reading."""
-        self.entry, self.plane = entry, plane
-        self.path = leaf_file(directory, entry.block, entry.field, plane, slot.ndim)
-        data = slot.reshape(-1).view(np.uint8)
-        self.parts = [
-            pool.submit(_read, self.path, data, start) for start in range(0, data.size, PART_BYTES)
+    leaf: int
+    path: str
+    data: np.ndarray
+    start: int
+    file_bytes: int
+
+
+class _Reading:
+    """A stack on its way into memory.
+
+    Attributes:
+      array: the stack, whole when `finish` has returned.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, directory: Path, stack: _Stack):
+        """Starts reading, in tasks of similar sizes: few, since handing one over takes a while."""
+        self.array = _empty(stack.spec.shape, stack.spec.dtype)
+        self._stack = stack
+        slots = self.array if stack.stacked else self.array[None]
+        self._paths = [
+            leaf_file(directory, entry.block, entry.field, stack.plane, slots[0].ndim)
+            for entry in stack.entries
         ]
+        data = slots.reshape(len(slots), -1).view(np.uint8)
+        size = data.shape[1]
+        parts = [
+            _Part(leaf, path, data[leaf, start : start + TASK_BYTES], start, size)
+            for leaf, path in enumerate(self._paths)
+            for start in range(0, size, TASK_BYTES)
+        ]
+        count = max(1, TASK_BYTES // size)
+        tasks = [parts[i : i + count] for i in range(0, len(parts), count)]
+        self._tasks = [pool.submit(_read, task) for task in tasks]
 
-    def finish(self) -> None:
-        """Waits until everything is read.
+    def finish(self) -> np.ndarray:
+        """Returns the stack when everything is read.
 
         Raises:
-          CheckpointError: the file is missing, or not as it was written.
+          CheckpointError: a file is missing, or not as it was written.
         """
+        totals = [0] * len(self._paths)
+        for task in self._tasks:
+            for leaf, partial in task.result():
+                totals[leaf] += partial
+        for entry, path, total in zip(self._stack.entries, self._paths, totals, strict=True):
+            if f"{total % 2**64:016x}" != entry.planes[self._stack.plane].checksum:
+                raise _damaged(path, "it is not what was written: its checksum differs")
+        return self.array
+
+
+def _read(parts: list[_Part]) -> list[tuple[int, int]]:
+    """Fills parts from their files, and returns the leaf and the checksum of each."""
+    sums = []
+    for part in parts:
+        total = 0
         try:
-            total = sum(part.result() for part in self.parts) % 2**64
+            with open(part.path, "rb", buffering=0) as file:
+                if (size := os.fstat(file.fileno()).st_size) != part.file_bytes:
+                    raise _damaged(part.path, f"it has {size} bytes, not {part.file_bytes}")
+                file.seek(part.start)
+                # What was just read is summed while it is in the processor's cache.
+                for at in range(0, part.data.size, PIECE_BYTES):
+                    piece = part.data[at : at + PIECE_BYTES]
+                    if file.readinto(piece) != piece.size:
+                        raise _damaged(part.path, "it ended early")
+                    total += partial_checksum(piece, part.start + at)
         except OSError as error:
-            raise self._error(f"cannot be read ({error.strerror or error})") from error
-        if f"{total:016x}" != self.entry.planes[self.plane].checksum:
-            raise self._error("is not what was written (its checksum differs)")
-
-    def _error(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path}: the {self.plane} of {self.entry.name} {what}; the checkpoint is "
-            "incomplete or damaged, convert the model again"
-        )
+            raise _damaged(part.path, f"it cannot be read: {error.strerror}") from error
+        sums.append((part.leaf, total))
+    return sums
 
 
-def _read(path: Path, data: np.ndarray, start: int) -> int:
-    """Fills a part of `data` from a file of its size, and returns the part's checksum."""
-    total, stop = 0, min(start + PART_BYTES, data.size)
-    with open(path, "rb", buffering=0) as file:
-        if (size := os.fstat(file.fileno()).st_size) != data.size:
-            raise OSError(f"it has {size} bytes, not {data.size}")
-        file.seek(start)
-        # What was just read is summed while it is in the processor's cache.
-        for at in range(start, stop, PIECE_BYTES):
-            piece = data[at : min(at + PIECE_BYTES, stop)]
-            if file.readinto(piece) != piece.size:
-                raise OSError("it ended early")
-            total += partial_checksum(piece, at)
-    return total
+def _damaged(path: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: {what}; the checkpoint is incomplete or damaged, convert the model again"
+    )
 
 
 def _layout(config: CheckpointConfig) -> Weights:
