@@ -15,6 +15,7 @@ from jaxtyping import Int
 
 from openjet_jax.compiled import Programs
 from openjet_jax.config import MAX_STOP_IDS, DecodeConfig
+from openjet_jax.constraint import Constraint
 from openjet_jax.depth import AutoDepth, DepthPolicy
 from openjet_jax.sampling import initial_sampling_state
 from openjet_jax.settings import Sampling
@@ -139,6 +140,7 @@ class Conversation:
         max_new_tokens: int,
         stop_ids: Sequence[int] = (),
         cycles_per_dispatch: int | None = None,
+        constraint: Constraint | None = None,
     ) -> Iterator[Burst]:
         """Yields what each dispatch emits, until a stop id or the last token that fits.
 
@@ -148,6 +150,8 @@ class Conversation:
           max_new_tokens: most tokens to emit, cut to what the context still holds.
           stop_ids: ids that end generation; they are emitted.
           cycles_per_dispatch: cycles between two looks of the host; the compiled most by default.
+          constraint: restricts every token; the host is asked before every cycle, so that a
+            dispatch runs a single one.
 
         Raises:
           ValueError: nothing was read yet, or a limit is exceeded.
@@ -160,18 +164,25 @@ class Conversation:
             raise ValueError(f"{len(set(stop_ids))} stop ids are too many; at most {MAX_STOP_IDS}")
         if not self.ids:
             raise ValueError("nothing was read yet: a conversation starts with a prompt")
+        kind = sampling.kind
+        if constraint is not None:
+            kind, count = dataclasses.replace(kind, masked=True), 1
         policy = AutoDepth(depth.depth) if depth.auto else None
         remaining = min(max_new_tokens, self.decode.context - len(self.ids))
-        self.prepare(partial(self.programs.cycles, sampling.kind, depth.max_depth))
-        program = self.programs.cycles(sampling.kind, depth.max_depth)
+        self.prepare(partial(self.programs.cycles, kind, depth.max_depth))
+        program = self.programs.cycles(kind, depth.max_depth)
         self._ask(sampling, depth, remaining, stop_ids)
         while remaining > 0:
             start = time.perf_counter()
+            if constraint is not None:
+                self._restrict(constraint)
             self.state, infos, ran = program(self.weights, self.state, np.int32(count))
             burst = _burst(jax.device_get((infos, ran)))
             seconds = time.perf_counter() - start
             remaining -= len(burst.token_ids)
             self._count(burst, seconds)
+            if constraint is not None:
+                constraint.advance(burst.token_ids)
             if policy is not None:
                 policy.observe(burst.cycles, seconds)
                 chosen = np.int32(policy.choose())
@@ -186,9 +197,7 @@ class Conversation:
     def _ask(self, sampling: Sampling, depth: DepthPolicy, remaining: int, stop_ids) -> None:
         """Puts a request into the state; tokens so far are its prompt."""
         config = self.programs.config
-        chosen = initial_sampling_state(
-            sampling, config.vocab, config.vocab_used, prompt=self.ids
-        )
+        chosen = initial_sampling_state(sampling, config.vocab, config.vocab_used, prompt=self.ids)
         stops = np.full(MAX_STOP_IDS, -1, np.int32)
         unique = sorted(set(stop_ids))
         stops[: len(unique)] = unique
@@ -196,12 +205,20 @@ class Conversation:
             sampling=chosen,
             stop_ids=stops,
             remaining=np.int32(remaining),
+            allowed=self.state.request.allowed,
             depth=np.int32(depth.depth),
             depth_after_rejection=np.int32(depth.after_rejection),
         )
         self.state = dataclasses.replace(
             self.state, request=request, num_drafts=np.int32(0), stopped=np.bool_(False)
         )
+
+    def _restrict(self, constraint: Constraint) -> None:
+        """Puts into the state what the rows of the next cycle may choose."""
+        drafts, num_drafts = jax.device_get((self.state.drafts, self.state.num_drafts))
+        allowed = jax.device_put(constraint.masks(drafts[: int(num_drafts)].tolist()))
+        request = dataclasses.replace(self.state.request, allowed=allowed)
+        self.state = dataclasses.replace(self.state, request=request)
 
     def _count(self, burst: Burst, seconds: float) -> None:
         """Takes a burst into the conversation's ids and stats."""

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 
 from openjet_jax.compiled import Programs
 from openjet_jax.config import DecodeConfig
+from openjet_jax.constraint import Constraint
 from openjet_jax.conversation import Conversation, checked_ids, chunk_sizes
 from openjet_jax.depth import DepthPolicy, parse_depth
 from openjet_jax.loading import Model
@@ -142,6 +143,7 @@ def stream(
     kv_dtype: str | None = None,
     cycles_per_dispatch: int | None = None,
     conversation: Conversation | None = None,
+    constraint: Constraint | None = None,
 ) -> Iterator[Piece]:
     """Yields text as it is generated, in bursts of one dispatch.
 
@@ -161,6 +163,7 @@ def stream(
       kv_dtype: format of the key-value cache.
       cycles_per_dispatch: cycles between two looks of the host.
       conversation: continues this one: the prompt is appended to it.
+      constraint: restricts every token, whatever the depth; see `Constraint`.
 
     Raises:
       ValueError: a setting is off; the message names it, its limit and the way out.
@@ -177,8 +180,9 @@ def stream(
     conversation.stats = stats = Stats(ready_s=conversation.stats.ready_s)
     stops = () if ignore_eos else model.tokenizer.stop_ids if stop_ids is None else stop_ids
     programs, sizes = conversation.programs, chunk_sizes(conversation.decode.chunks, len(ids))
+    kind = dataclasses.replace(sampling.kind, masked=constraint is not None)
     conversation.prepare(
-        partial(programs.cycles, sampling.kind, policy.max_depth),
+        partial(programs.cycles, kind, policy.max_depth),
         *(partial(programs.prefill, rows) for rows in sorted(set(sizes))),
     )
     conversation.read(ids)
@@ -188,6 +192,7 @@ def stream(
         max_new_tokens=max_new_tokens,
         stop_ids=stops,
         cycles_per_dispatch=cycles_per_dispatch,
+        constraint=constraint,
     )
     return _pieces(model, bursts, matcher, stats, max_new_tokens)
 

@@ -11,7 +11,7 @@ OUTSIDE = {"tests", "bench"}
 # Inside openjet_jax a module imports only from groups before its own, or from its own.
 ORDER = [
     {"config"},
-    {"settings"},
+    {"settings", "constraint"},
     {"filters", "weights"},
     {"sampling", "draft_vocabulary", "checkpoint", "stacks"},
     {"state", "layers"},
