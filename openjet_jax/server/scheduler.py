@@ -1,0 +1,292 @@
+"""Who gets the device next: one thread, fair slices of a dispatch, a bounded queue.
+
+Conversations stay on the device after their answer. A request takes the one that shares most with
+its prompt, found by token ids, so that clients that send the whole conversation every time have
+only their new tokens read. Requests of different scopes never share anything.
+"""
+
+import collections
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from openjet_jax.constraint import Constraint
+from openjet_jax.engine import Piece
+from openjet_jax.server.resident import Resident
+from openjet_jax.settings import Sampling
+
+
+class Busy(Exception):
+    """The queue is full.
+
+    Attributes:
+      retry_after_s: when it may be worth trying again, in whole seconds.
+    """
+
+    def __init__(self, retry_after_s: int):
+        """Takes what the attribute says."""
+        super().__init__(f"the queue is full; try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class Stopping(Exception):
+    """The server shuts down."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """Delivered to every answer once its prompt was read: tokens in all, and those not read."""
+
+    prompt_tokens: int
+    cached_tokens: int
+
+
+type Delivery = Started | Piece | Exception
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Task:
+    """What a request asks of the device.
+
+    Attributes:
+      ids: of the prompt.
+      scope: tasks of other scopes share no prefix with this one.
+      samplings: of each answer.
+      max_new_tokens: of each answer.
+      depth: drafts a cycle, as in `stream`.
+      stop: strings that end an answer.
+      constraint: makes the constraint of one answer; None for free text.
+      deliver: called in the scheduler's thread with an answer's number and what came.
+    """
+
+    ids: Sequence[int]
+    scope: str
+    samplings: tuple[Sampling, ...]
+    max_new_tokens: int
+    depth: int | str | None = None
+    stop: tuple[str, ...] = ()
+    constraint: Callable[[], Constraint] | None = None
+    deliver: Callable[[int, Delivery], None]
+    cancelled: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        """Ends the task within one dispatch; nothing more is delivered after that."""
+        self.cancelled.set()
+
+
+class _End:
+    """A run has no more steps."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Run:
+    """One answer in the making.
+
+    Attributes:
+      room: conversations it will take: its own and the copies still to be made.
+      used_s: the device time it had, counted from that of the least served when it came.
+    """
+
+    task: Task
+    number: int
+    session: Resident
+    steps: Iterator[Delivery | None]
+    room: int
+    used_s: float
+    began: float = dataclasses.field(default_factory=time.perf_counter)
+
+
+@dataclasses.dataclass(eq=False)
+class _Idle:
+    """A conversation that waits for its next turn."""
+
+    session: Resident
+    scope: str
+    since: int
+
+
+class Scheduler:
+    """Runs tasks on conversations, at most `agents` of them resident.
+
+    Attributes:
+      agents: conversations on the device, idle ones included.
+      queue_len: tasks that may wait.
+    """
+
+    def __init__(
+        self,
+        new_session: Callable[[], Resident],
+        *,
+        agents: int,
+        queue_len: int,
+        observe: Callable[[float], None] = lambda seconds: None,
+    ):
+        """Starts the thread.
+
+        Args:
+          new_session: makes an empty conversation.
+          agents: most conversations on the device.
+          queue_len: most tasks that wait.
+          observe: told how long each turn of the device took.
+        """
+        self.agents, self.queue_len = agents, queue_len
+        self._new_session, self._observe = new_session, observe
+        self._waiting: collections.deque[Task] = collections.deque()
+        self._running: list[_Run] = []
+        self._idle: list[_Idle] = []
+        self._turn = itertools.count()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._task_s = 1.0  # running mean of a task's time, for Retry-After
+        self._thread = threading.Thread(target=self._loop, name="scheduler", daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Task) -> None:
+        """Queues a task.
+
+        Raises:
+          Busy: the queue is full.
+          Stopping: the server shuts down.
+          ValueError: it asks for more answers than conversations fit.
+        """
+        if len(task.samplings) > self.agents:
+            raise ValueError(f"n={len(task.samplings)} must be at most {self.agents}")
+        with self._changed:
+            if self._stopping:
+                raise Stopping
+            # A task that can start at once does not wait, whatever the length of the queue.
+            starts = not self._waiting and self._free() >= len(task.samplings)
+            if not starts and len(self._waiting) >= self.queue_len:
+                rounds = (len(self._waiting) + 1) / self.agents
+                raise Busy(max(1, min(60, round(rounds * self._task_s))))
+            self._waiting.append(task)
+            self._changed.notify()
+
+    def counts(self) -> dict[str, int]:
+        """Returns how many tasks wait, answers run, and conversations are idle."""
+        return {
+            "waiting": len(self._waiting),
+            "running": len(self._running),
+            "idle": len(self._idle),
+        }
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Ends running tasks with `Stopping`, and the thread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+
+    def _free(self) -> int:
+        return self.agents - sum(run.room for run in self._running)
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._running or self._waiting or self._stopping):
+                    self._changed.wait()
+                if self._stopping:
+                    break
+                task = self._next_task()
+            if task is not None:
+                self._start(task)
+            if self._running:
+                self._step(min(self._running, key=lambda run: run.used_s))
+        for run in self._running:
+            run.task.deliver(run.number, Stopping())
+        for task in self._waiting:
+            task.deliver(0, Stopping())
+
+    def _next_task(self) -> Task | None:
+        """Takes the next task off the queue if there is room for it."""
+        while self._waiting and self._waiting[0].cancelled.is_set():
+            self._waiting.popleft()
+        if self._waiting and self._free() >= len(self._waiting[0].samplings):
+            return self._waiting.popleft()
+        return None
+
+    def _start(self, task: Task) -> None:
+        """Gives a task a conversation."""
+        try:
+            session = self._session_for(task)
+            session.replace(task.ids)
+        except Exception as error:
+            task.deliver(0, error)
+            return
+        used = min((run.used_s for run in self._running), default=0.0)
+        run = _Run(task, 0, session, iter(()), len(task.samplings), used)
+        run.steps = self._first_steps(run)
+        self._running.append(run)
+
+    def _session_for(self, task: Task) -> Resident:
+        """Returns the idle conversation that shares most with a prompt, or a new one."""
+        room = self._free() - len(self._idle) - len(task.samplings)
+        same = [idle for idle in self._idle if idle.scope == task.scope]
+        shared, _, best = max(
+            ((idle.session.reusable(task.ids), idle.since, idle) for idle in same),
+            default=(0, 0, None),
+        )
+        # Another conversation that merely begins alike is kept, as long as there is room.
+        if best is not None and shared and (room < 0 or 2 * shared >= len(best.session.ids)):
+            self._idle.remove(best)
+            room += 1
+        else:
+            best = None
+        while room < 0 and self._idle:
+            self._idle.remove(min(self._idle, key=lambda idle: idle.since))
+            room += 1
+        return best.session if best is not None else self._new_session()
+
+    def _first_steps(self, run: _Run) -> Iterator[Delivery | None]:
+        """Reads the prompt, makes a copy for each further answer, then generates the first."""
+        task = run.task
+        for _ in run.session.reading():
+            yield None
+        for number in range(1, len(task.samplings)):
+            twin = run.session.fork()
+            steps = self._answer(task, number, twin)
+            self._running.append(_Run(task, number, twin, steps, 1, run.used_s))
+            run.room -= 1
+        yield from self._answer(task, 0, run.session)
+
+    def _answer(self, task: Task, number: int, session: Resident) -> Iterator[Delivery]:
+        yield Started(len(task.ids), session.reused)
+        yield from session.stream(
+            max_new_tokens=task.max_new_tokens,
+            sampling=task.samplings[number],
+            depth=task.depth,
+            stop=task.stop,
+            constraint=task.constraint() if task.constraint is not None else None,
+        )
+
+    def _step(self, run: _Run) -> None:
+        """Runs one dispatch of a run and delivers what came."""
+        start = time.perf_counter()
+        if run.task.cancelled.is_set():
+            self._end(run)
+            return
+        try:
+            delivery = next(run.steps, _End())
+        except Exception as error:
+            # What is left of the conversation is not known: it is dropped.
+            self._running.remove(run)
+            run.task.deliver(run.number, error)
+            return
+        seconds = time.perf_counter() - start
+        run.used_s += seconds
+        self._observe(seconds)
+        if isinstance(delivery, _End):
+            self._end(run)
+        elif delivery is not None and not run.task.cancelled.is_set():
+            run.task.deliver(run.number, delivery)
+
+    def _end(self, run: _Run) -> None:
+        """Keeps a run's conversation for its next turn."""
+        close = getattr(run.steps, "close", None)
+        if close is not None:
+            close()
+        self._running.remove(run)
+        self._idle.append(_Idle(run.session, run.task.scope, next(self._turn)))
+        self._task_s += 0.2 * (time.perf_counter() - run.began - self._task_s)
