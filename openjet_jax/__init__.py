@@ -9,14 +9,19 @@
 pure functions from weights and state to state, and compose under `jax.jit`.
 """
 
+from openjet_jax.checkpoint_store import CheckpointBudget
 from openjet_jax.config import DecodeConfig, ModelConfig
 from openjet_jax.conversation import Conversation
 from openjet_jax.cycle import cycle, cycles
 from openjet_jax.engine import Generation, Piece, generate, stream
 from openjet_jax.loading import Model, load
 from openjet_jax.prefill import prefill
+from openjet_jax.prefix_cache import PrefixCache
 from openjet_jax.sampling import SamplingState
 from openjet_jax.scoring import score
+from openjet_jax.session import Session
+from openjet_jax.session_format import SessionFileError
+from openjet_jax.session_memory import Reuse, SessionFacts
 from openjet_jax.settings import Sampling, SamplingKind
 from openjet_jax.state import CycleInfo, DecodeState, initial_state
 from openjet_jax.stats import Stats
@@ -25,6 +30,7 @@ from openjet_jax.weights import Weights
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointBudget",
     "Conversation",
     "CycleInfo",
     "DecodeConfig",
@@ -33,9 +39,14 @@ __all__ = [
     "Model",
     "ModelConfig",
     "Piece",
+    "PrefixCache",
+    "Reuse",
     "Sampling",
     "SamplingKind",
     "SamplingState",
+    "Session",
+    "SessionFacts",
+    "SessionFileError",
     "Stats",
     "Weights",
     "cycle",

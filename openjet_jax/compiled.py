@@ -1,26 +1,21 @@
 """The one place that compiles: programs are lowered from shapes, compiled ahead of time and kept.
 
-Compiled programs are stored in the user's own cache directory (mode 0700). Loading one unpickles
-it, so its SHA-256 is checked first, and programs never live inside a checkpoint that people share.
-Tree structures are not stored: they are rebuilt from the state's own specification. The state is
-donated to every program that returns one: no second copy of it is alive.
+What was compiled is kept by `program_store`, without tree structures: they are rebuilt from the
+state's own specification. The state is donated to every program that returns one, except `fork`: no
+second copy of it is alive.
 """
 
 import dataclasses
 import functools
 import hashlib
 import json
-import os
-import pathlib
-import platform
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 from jax._src.config import enable_compilation_cache
 from jax.experimental import serialize_executable
 
@@ -30,103 +25,20 @@ from openjet_jax.draft import mtp_chunk
 from openjet_jax.draft_vocabulary import empty_slots
 from openjet_jax.model import logits
 from openjet_jax.prefill import prefill
+from openjet_jax.program_store import ProgramStore, cache_directory, environment, say
 from openjet_jax.settings import SamplingKind
 from openjet_jax.state import CycleInfo, DecodeState, initial_state
+from openjet_jax.state_checkpoints import (
+    copied,
+    hold_tokens,
+    read_block,
+    rewind,
+    take_checkpoint,
+    write_block,
+)
 from openjet_jax.weights import Weights
 
-type Executable = Callable[..., object]
-
-PACKAGES = ("openjet_jax", "pallas_kernels")
-
-
-def cache_directory() -> pathlib.Path:
-    """Returns where compiled programs live: `$OPENJET_CACHE`, else under `$XDG_CACHE_HOME`."""
-    own = os.environ.get("OPENJET_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(own) if own else pathlib.Path(base) / "openjet-jax"
-
-
-@functools.cache
-def code_version() -> str:
-    """Returns a hash of the sources that programs are traced from."""
-    digest = hashlib.sha256()
-    root = pathlib.Path(__file__).parent.parent
-    for package in PACKAGES:
-        for path in sorted((root / package).glob("*.py")):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-def _cpu_features() -> str:
-    """Returns what decides the machine code that a CPU program may contain."""
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
-    return platform.machine() + "".join(sorted(named))
-
-
-@functools.cache
-def environment() -> dict[str, str]:
-    """Returns everything outside a program that its machine code depends on."""
-    device = jax.devices()[0]
-    return {
-        "code": code_version(),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "python": platform.python_version(),
-        "device": f"{device.platform} {device.device_kind}",
-        "runtime": str(device.client.platform_version),
-        "cpu": hashlib.sha256(_cpu_features().encode()).hexdigest(),
-        "flags": os.environ.get("XLA_FLAGS", ""),
-        "precision": str(jax.config.jax_default_matmul_precision),
-        "x64": str(jax.config.jax_enable_x64),
-    }
-
-
-class ProgramStore:
-    """Serialised executables by key, in a private directory.
-
-    Attributes:
-      directory: where the files are; None keeps nothing.
-    """
-
-    def __init__(self, directory: pathlib.Path | None):
-        """Makes the directory, readable by its owner alone."""
-        self.directory = directory
-        if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            directory.chmod(0o700)
-
-    def path(self, key: str) -> pathlib.Path | None:
-        """Returns the file of a key, whether it exists or not."""
-        return self.directory / f"{key}.program" if self.directory else None
-
-    def read(self, key: str) -> bytes | None:
-        """Returns a stored payload, or None where there is none; says so if it is damaged."""
-        path = self.path(key)
-        if path is None or not path.exists():
-            return None
-        content = path.read_bytes()
-        checksum, payload = content[:32], content[32:]
-        if hashlib.sha256(payload).digest() != checksum:
-            _say(f"{path.name}: checksum differs; compiling again")
-            return None
-        return payload
-
-    def write(self, key: str, payload: bytes) -> None:
-        """Stores a payload behind its checksum, atomically."""
-        path = self.path(key)
-        if path is None:
-            return
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_bytes(hashlib.sha256(payload).digest() + payload)
-        partial.replace(path)
-
-
-def _say(line: str) -> None:
-    print(f"openjet-jax: {line}", file=sys.stderr)
+type Executable = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,6 +156,39 @@ class Programs:
         args = (self.weight_specs, kv, tokens, hidden, count, count)
         return self._get(f"mtp_logits_{rows}", run, args, (kv, 0), donate=1)
 
+    def take_checkpoint(self) -> Executable:
+        """Returns the program `(state) -> StateCheckpoint`, a copy; the state stays."""
+        out = jax.eval_shape(take_checkpoint, self.state_specs)
+        return self._get("take_checkpoint", take_checkpoint, (self.state_specs,), out)
+
+    def rewind(self) -> Executable:
+        """Returns the program `(state, checkpoint, tokens[capacity], length) -> state`."""
+        state, length = self.state_specs, jax.ShapeDtypeStruct((), jnp.int32)
+        checkpoint = jax.eval_shape(take_checkpoint, state)
+        args = (state, checkpoint, state.tokens, length)
+        return self._get("rewind", rewind, args, state, donate=0)
+
+    def fork(self) -> Executable:
+        """Returns the program `(state) -> state`, a copy; the state stays."""
+        return self._get("fork", copied, (self.state_specs,), self.state_specs)
+
+    def read_block(self) -> Executable:
+        """Returns the program `(state, index) -> KVBlock`, a copy; the state stays."""
+        args = (self.state_specs, jax.ShapeDtypeStruct((), jnp.int32))
+        return self._get("read_block", read_block, args, jax.eval_shape(read_block, *args))
+
+    def write_block(self) -> Executable:
+        """Returns the program `(state, block, index) -> state`."""
+        state, index = self.state_specs, jax.ShapeDtypeStruct((), jnp.int32)
+        args = (state, jax.eval_shape(read_block, state, index), index)
+        return self._get("write_block", write_block, args, state, donate=0)
+
+    def hold_tokens(self, rows: int) -> Executable:
+        """Returns the program `(weights, state, tokens[rows], count) -> state`."""
+        tokens, count = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows,), ()))
+        args = (self.weight_specs, self.state_specs, tokens, count)
+        return self._get(f"hold_tokens_{rows}", hold_tokens, args, self.state_specs, donate=1)
+
     def _get(self, name: str, function, args: tuple, out, donate: int | None = None) -> Executable:
         """Returns a program, made ready on first use; `out` has the structure of its result."""
         if name not in self._ready:
@@ -260,7 +205,7 @@ class Programs:
             try:
                 return serialize_executable.deserialize_and_load(payload, *trees), False
             except Exception as error:  # whatever a stale payload raises, the way out is the same
-                _say(f"{name}: the stored program does not load ({error}); compiling again")
+                say(f"{name}: the stored program does not load ({error}); compiling again")
 
         def program(*args):
             return function(*args)

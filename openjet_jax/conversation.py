@@ -4,66 +4,26 @@ The arrays never leave the device; the host reads a few integers a dispatch. Sev
 one dispatch, so tokens arrive in bursts. A stop id ends a burst on the device.
 """
 
+import copy
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import jax
 import numpy as np
-from jaxtyping import Int
 
 from openjet_jax.compiled import Programs
 from openjet_jax.config import MAX_STOP_IDS, DecodeConfig
 from openjet_jax.constraint import Constraint
 from openjet_jax.depth import AutoDepth, DepthPolicy
+from openjet_jax.dispatches import Burst, burst_of, checked_ids, dispatches
 from openjet_jax.sampling import initial_sampling_state
 from openjet_jax.settings import Sampling
 from openjet_jax.state import DecodeState, Request
+from openjet_jax.state_checkpoints import KVBlock, StateCheckpoint
 from openjet_jax.stats import Stats
 from openjet_jax.weights import Weights
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Burst:
-    """What one dispatch emitted.
-
-    Attributes:
-      token_ids: ids in order.
-      logprobs: log-probability of each under the unfiltered model.
-      cycles: (drafted, accepted) of each cycle that ran.
-      stopped: whether the last id is a stop id.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    cycles: list[tuple[int, int]]
-    stopped: bool
-
-
-def checked_ids(ids: Sequence[int] | np.ndarray, vocab: int) -> Int[np.ndarray, " n"]:
-    """Returns token ids as int32.
-
-    Raises:
-      ValueError: there are none, they are not one row of integers, or one is outside 0..vocab-1.
-    """
-    array = np.asarray(ids)
-    if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(
-            f"token ids must be one row of at least one integer, not {array.dtype}"
-            f"{list(array.shape)}; a prompt needs at least one token"
-        )
-    wrong = array[(array < 0) | (array >= vocab)]
-    if wrong.size:
-        raise ValueError(f"token id {wrong[0]} must be in 0..{vocab - 1}")
-    return array.astype(np.int32)
-
-
-def chunk_sizes(sizes: Sequence[int], count: int) -> list[int]:
-    """Returns the program sizes that read `count` tokens: the largest first, then the best fit."""
-    whole, rest = divmod(count, sizes[-1])
-    tail = [next(size for size in sizes if size >= rest)] if rest or not whole else []
-    return [sizes[-1]] * whole + tail
 
 
 class Conversation:
@@ -73,6 +33,7 @@ class Conversation:
       ids: every token so far, the newest included.
       state: the device side; programs consume and replace it.
       stats: of the current request.
+      closed: whether its memory was freed.
     """
 
     def __init__(self, weights: Weights, programs: Programs):
@@ -84,7 +45,7 @@ class Conversation:
         """
         self.weights, self.programs = weights, programs
         self.ids: list[int] = []
-        self.stats = Stats()
+        self.stats, self.closed = Stats(), False
         self.prepare(programs.start)
         self.state: DecodeState = programs.start()()
 
@@ -109,6 +70,21 @@ class Conversation:
         Raises:
           ValueError: there are none, one is outside the vocabulary, or the context is full.
         """
+        for _ in self.reading(ids):
+            pass
+
+    def reading(self, ids: Sequence[int], borders: Iterable[int] = ()) -> Iterator[None]:
+        """Reads as `read` does, and yields after each dispatch.
+
+        Whoever stops iterating leaves a conversation of the tokens read so far.
+
+        Args:
+          ids: new token ids, at least one.
+          borders: positions at which a dispatch ends, so that a checkpoint can be taken there.
+
+        Raises:
+          ValueError: as `read`.
+        """
         new = checked_ids(ids, self.programs.config.vocab)
         if len(self.ids) + len(new) > self.decode.context:
             raise ValueError(
@@ -116,21 +92,101 @@ class Conversation:
                 "shorten the text or ask for a larger context"
             )
         known = np.asarray([*self.ids[-1:], *new], np.int32)
-        sizes = chunk_sizes(self.decode.chunks, len(known) - 1)
-        self.prepare(*(partial(self.programs.prefill, rows) for rows in sorted(set(sizes))))
-        start, at = time.perf_counter(), 0
-        for rows in sizes:
-            count = min(rows, len(known) - 1 - at)
+        plan = dispatches(self.decode.chunks, self.length, len(known) - 1, borders)
+        self.prepare(
+            *(partial(self.programs.prefill, rows) for rows in sorted({rows for rows, _ in plan}))
+        )
+        at = 0
+        for rows, count in plan:
+            start = time.perf_counter()
             tokens = np.zeros(rows + 1, np.int32)
             tokens[: count + 1] = known[at : at + count + 1]
             self.state, _ = self.programs.prefill(rows)(
                 self.weights, self.state, tokens, np.int32(count)
             )
+            jax.block_until_ready(self.state.length)
+            added = known[at + bool(self.ids) : at + count + 1]
             at += count
-        jax.block_until_ready(self.state.length)
-        self.ids += new.tolist()
-        self.stats.prefill_s += time.perf_counter() - start
-        self.stats.prompt_tokens += len(new)
+            self.ids += added.tolist()
+            self.stats.prefill_s += time.perf_counter() - start
+            self.stats.prompt_tokens += len(added)
+            yield
+
+    @property
+    def length(self) -> int:
+        """Positions that went through the model: all but the newest token's."""
+        return max(len(self.ids) - 1, 0)
+
+    @property
+    def sound(self) -> bool:
+        """Whether host and device agree; a dispatch that was interrupted leaves them apart."""
+        length = self.state.length
+        deleted = isinstance(length, jax.Array) and length.is_deleted()
+        return not deleted and int(length) == self.length
+
+    def checkpoint(self) -> StateCheckpoint:
+        """Returns a copy of what the current position needs besides its caches."""
+        self.prepare(self.programs.take_checkpoint)
+        return self.programs.take_checkpoint()(self.state)
+
+    def rewind(self, checkpoint: StateCheckpoint, ids: Sequence[int]) -> None:
+        """Goes back to a checkpoint, cutting the caches.
+
+        Args:
+          checkpoint: of position `len(ids) - 1`, arrays of the device or of the host.
+          ids: the text up to there and the newest token, which is read next.
+        """
+        self.prepare(self.programs.rewind)
+        tokens = np.zeros(self.state.tokens.shape, np.int32)
+        tokens[: len(ids)] = ids
+        self.state = self.programs.rewind()(
+            self.state, checkpoint, tokens, np.int32(max(len(ids) - 1, 0))
+        )
+        self.ids = list(ids)
+
+    def reset(self) -> None:
+        """Starts over, with nothing read."""
+        self.ids = []
+        del self.state  # or two states would be alive at once
+        self.state = self.programs.start()()
+
+    def close(self) -> None:
+        """Frees the device's memory; the conversation can no longer be used."""
+        self.ids, self.closed = [], True
+        for leaf in jax.tree.leaves(self.state):
+            if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+                leaf.delete()
+
+    def fork(self) -> "Conversation":
+        """Returns a second conversation with the same text, in memory of its own."""
+        self.prepare(self.programs.fork)
+        twin = copy.copy(self)
+        twin.ids, twin.stats = list(self.ids), Stats()
+        twin.state = self.programs.fork()(self.state)
+        return twin
+
+    def read_block(self, index: int) -> KVBlock:
+        """Returns a copy of the caches' block of that index, in host memory."""
+        self.prepare(self.programs.read_block)
+        return jax.device_get(self.programs.read_block()(self.state, np.int32(index)))
+
+    def write_block(self, block: KVBlock, index: int) -> None:
+        """Puts a block into the caches; a `rewind` to a position behind it must follow."""
+        self.prepare(self.programs.write_block)
+        self.state = self.programs.write_block()(self.state, block, np.int32(index))
+
+    def hold_tokens(self) -> None:
+        """Makes the draft vocabulary hold the text's own tokens, after caches were written."""
+        if self.state.slots is None:
+            return
+        rows = self.decode.chunks[-1]
+        self.prepare(partial(self.programs.hold_tokens, rows))
+        for at in range(0, len(self.ids), rows):
+            part = np.asarray(self.ids[at : at + rows], np.int32)
+            tokens = np.pad(part, (0, rows - len(part)))
+            self.state = self.programs.hold_tokens(rows)(
+                self.weights, self.state, tokens, np.int32(len(part))
+            )
 
     def run(
         self,
@@ -141,6 +197,7 @@ class Conversation:
         stop_ids: Sequence[int] = (),
         cycles_per_dispatch: int | None = None,
         constraint: Constraint | None = None,
+        output_start: int | None = None,
     ) -> Iterator[Burst]:
         """Yields what each dispatch emits, until a stop id or the last token that fits.
 
@@ -152,6 +209,8 @@ class Conversation:
           cycles_per_dispatch: cycles between two looks of the host; the compiled most by default.
           constraint: restricts every token; the host is asked before every cycle, so that a
             dispatch runs a single one.
+          output_start: position from which penalties count tokens as output; by default all of them
+            so far are prompt.
 
         Raises:
           ValueError: nothing was read yet, or a limit is exceeded.
@@ -171,13 +230,14 @@ class Conversation:
         remaining = min(max_new_tokens, self.decode.context - len(self.ids))
         self.prepare(partial(self.programs.cycles, kind, depth.max_depth))
         program = self.programs.cycles(kind, depth.max_depth)
-        self._ask(sampling, depth, remaining, stop_ids)
+        output_start = len(self.ids) if output_start is None else output_start
+        self._ask(sampling, depth, remaining, stop_ids, output_start)
         while remaining > 0:
             start = time.perf_counter()
             if constraint is not None:
                 self._restrict(constraint)
             self.state, infos, ran = program(self.weights, self.state, np.int32(count))
-            burst = _burst(jax.device_get((infos, ran)))
+            burst = burst_of(*jax.device_get((infos, ran)))
             seconds = time.perf_counter() - start
             remaining -= len(burst.token_ids)
             self._count(burst, seconds)
@@ -194,10 +254,13 @@ class Conversation:
             if burst.stopped:
                 return
 
-    def _ask(self, sampling: Sampling, depth: DepthPolicy, remaining: int, stop_ids) -> None:
-        """Puts a request into the state; tokens so far are its prompt."""
+    def _ask(self, sampling, depth: DepthPolicy, remaining: int, stop_ids, output_start) -> None:
+        """Puts a request into the state; tokens before `output_start` are its prompt."""
         config = self.programs.config
-        chosen = initial_sampling_state(sampling, config.vocab, config.vocab_used, prompt=self.ids)
+        prompt, output = self.ids[:output_start], self.ids[output_start:]
+        chosen = initial_sampling_state(
+            sampling, config.vocab, config.vocab_used, prompt=prompt, output=output
+        )
         stops = np.full(MAX_STOP_IDS, -1, np.int32)
         unique = sorted(set(stop_ids))
         stops[: len(unique)] = unique
@@ -230,22 +293,3 @@ class Conversation:
         stats.new_tokens += len(burst.token_ids)
         stats.count(burst.cycles)
         self.ids += burst.token_ids
-
-
-def _burst(fetched) -> Burst:
-    """Returns the readable form of one dispatch's infos."""
-    infos, ran = fetched
-    ids: list[int] = []
-    logprobs: list[float] = []
-    cycles: list[tuple[int, int]] = []
-    for i in range(int(ran)):
-        num_tokens = int(infos.num_tokens[i])
-        ids += infos.tokens[i, :num_tokens].tolist()
-        logprobs += infos.logprobs[i, :num_tokens].tolist()
-        cycles.append((int(infos.drafted[i]), int(infos.accepted[i])))
-    return Burst(
-        token_ids=ids,
-        logprobs=logprobs,
-        cycles=cycles,
-        stopped=bool(ran) and bool(infos.stopped[int(ran) - 1]),
-    )

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 import openjet_jax
-from openjet_jax.compiled import cache_directory
+from openjet_jax.program_store import cache_directory
 
 PACKAGES = ("jax", "jaxlib", "orbax-checkpoint", "tokenizers", "gguf")
 GIB = 1 << 30

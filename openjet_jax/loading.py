@@ -21,8 +21,8 @@ from openjet_jax.checkpoint import (
     is_checkpoint,
     read_config,
 )
-from openjet_jax.compiled import cache_directory
 from openjet_jax.config import DecodeConfig, ModelConfig
+from openjet_jax.program_store import cache_directory
 from openjet_jax.stacks import load_weights
 from openjet_jax.tokenizer import Tokenizer
 from openjet_jax.weights import Weights

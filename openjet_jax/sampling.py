@@ -45,15 +45,20 @@ class SamplingState(eqx.Module):
 
 
 def initial_sampling_state(
-    sampling: Sampling, vocab: int, vocab_used: int, prompt: Sequence[int] = ()
+    sampling: Sampling,
+    vocab: int,
+    vocab_used: int,
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
 ) -> SamplingState:
-    """Returns the state of a request that has generated no token yet. Compiles nothing.
+    """Returns the state of a request. Compiles nothing.
 
     Args:
       sampling: the settings.
       vocab: rows of the head, padding included.
       vocab_used: ids at and above it are padding.
       prompt: all ids before the request's own output, earlier turns included.
+      output: ids that the request has generated so far.
 
     Raises:
       ValueError: if a token with a bias is padding or not in the vocabulary.
@@ -77,7 +82,7 @@ def initial_sampling_state(
         "seed": np.array([low, high], np.uint32),
         "bias": bias,
         "prompt_seen": prompt_seen,
-        "counts": np.zeros(vocab, np.int32),
+        "counts": np.bincount(np.asarray(output, np.int64), minlength=vocab).astype(np.int32),
     }
     return SamplingState(**{name: jnp.asarray(value) for name, value in arrays.items()})
 

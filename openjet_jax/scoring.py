@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from openjet_jax.conversation import checked_ids, chunk_sizes
+from openjet_jax.dispatches import checked_ids, chunk_sizes
 from openjet_jax.engine import programs_for
 from openjet_jax.loading import Model
 

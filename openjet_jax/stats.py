@@ -13,6 +13,7 @@ class Stats:
 
     Attributes:
       prompt_tokens: tokens read, the last of them by the first cycle.
+      reused_tokens: tokens of the prompt that a session did not read again.
       new_tokens: tokens emitted.
       ready_s: getting programs: loading them from the cache or compiling.
       prefill_s: reading the prompt.
@@ -24,6 +25,7 @@ class Stats:
     """
 
     prompt_tokens: int = 0
+    reused_tokens: int = 0
     new_tokens: int = 0
     ready_s: float = 0.0
     prefill_s: float = 0.0

@@ -10,16 +10,19 @@ PRODUCT = ("pallas_kernels", "openjet_jax", "convert")
 OUTSIDE = {"tests", "bench"}
 # Inside openjet_jax a module imports only from groups before its own, or from its own.
 ORDER = [
-    {"config"},
+    {"config", "program_store", "dispatches"},
     {"settings", "constraint"},
     {"filters", "weights"},
     {"sampling", "draft_vocabulary", "checkpoint", "stacks"},
     {"state", "layers"},
     {"model", "draft"},
-    {"cycle", "prefill"},
+    {"cycle", "prefill", "state_checkpoints"},
     {"compiled"},
     {"loading", "conversation"},
-    {"engine"},
+    {"answers", "checkpoint_store", "prefix_cache"},
+    {"engine", "session_memory", "session_format", "token_splice"},
+    {"session_file"},
+    {"session"},
     {"scoring", "profiling", "chat_loop"},
     {"__init__"},
 ]

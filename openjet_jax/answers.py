@@ -1,0 +1,219 @@
+"""From bursts of tokens to pieces of text: how an answer is generated, and where it ends.
+
+Text is cut at stop strings here, on the host; stop ids and the length end generation on the device.
+A burst may run past a stop string: tokens after the one that completes it are dropped.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from openjet_jax.constraint import Constraint
+from openjet_jax.conversation import Conversation
+from openjet_jax.depth import DepthPolicy, parse_depth
+from openjet_jax.loading import Model
+from openjet_jax.settings import Sampling, SamplingKind
+from openjet_jax.stats import Stats
+from openjet_jax.stop_strings import StopMatcher
+from openjet_jax.tokenizer import Detokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What `generate` returns.
+
+    Attributes:
+      text: the new text, without control tokens, cut before a stop string.
+      token_ids: the new tokens, a stop id or the token completing a stop string included.
+      logprobs: log-probability of each token under the unfiltered model.
+      finish_reason: "stop" at a stop id or stop string, "length" at the most tokens that fit.
+      stats: counts and times.
+      accepted: for each cycle after the first token's, how many drafts survived.
+    """
+
+    text: str
+    token_ids: Int[np.ndarray, " new"]
+    logprobs: Float[np.ndarray, " new"]
+    finish_reason: str
+    stats: Stats
+    accepted: list[int]
+
+    def as_dict(self) -> dict[str, object]:
+        """Returns plain values, for JSON."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids.tolist(),
+            "logprobs": [float(p) for p in self.logprobs],
+            "finish_reason": self.finish_reason,
+            "accepted": self.accepted,
+            "stats": self.stats.as_dict(),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What `stream` yields.
+
+    Attributes:
+      text: characters that are certain: whole, and not the beginning of a stop string.
+      token_ids: tokens behind this piece; text may lag behind them.
+      logprobs: of those tokens.
+      cycles: (drafted, accepted) of the cycles that ran.
+      finish_reason: None until the last piece.
+      stats: counts and times so far.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    cycles: list[tuple[int, int]]
+    finish_reason: str | None
+    stats: Stats
+
+    @classmethod
+    def of_reading(cls, stats: Stats) -> "Piece":
+        """Returns the piece of a dispatch that read and generated nothing."""
+        return cls(text="", token_ids=[], logprobs=[], cycles=[], finish_reason=None, stats=stats)
+
+
+def _depth(model: Model, depth: int | str | None) -> DepthPolicy:
+    """Returns the depth policy: as asked, else automatic where the model can draft."""
+    policy = parse_depth(depth if depth is not None else "auto" if model.config.has_mtp else 0)
+    if policy.max_depth and not model.config.has_mtp:
+        raise ValueError(f"{depth=} asks for drafts, but {model.without_mtp}; use depth=0")
+    return policy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerSettings:
+    """How an answer is generated, checked; `answer_settings` says what each means.
+
+    Attributes:
+      sampling: how tokens are chosen.
+      depth: how many drafts are made.
+      max_new_tokens: most tokens to generate.
+      stop: strings that end the text.
+      stop_ids: ids that end it.
+      cycles_per_dispatch: cycles between two looks of the host; None for the most compiled.
+      constraint: restricts every token, or None.
+    """
+
+    sampling: Sampling
+    depth: DepthPolicy
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    stop_ids: tuple[int, ...]
+    cycles_per_dispatch: int | None
+    constraint: Constraint | None
+
+    @property
+    def kind(self) -> SamplingKind:
+        """The sampling program that is needed."""
+        return dataclasses.replace(self.sampling.kind, masked=self.constraint is not None)
+
+
+def answer_settings(
+    model: Model,
+    *,
+    max_new_tokens: int = 256,
+    sampling: Sampling | None = None,
+    depth: int | str | None = None,
+    stop: Sequence[str] = (),
+    stop_ids: Sequence[int] | None = None,
+    ignore_eos: bool = False,
+    cycles_per_dispatch: int | None = None,
+    constraint: Constraint | None = None,
+) -> AnswerSettings:
+    """Returns checked settings; arguments are those of `stream`.
+
+    Raises:
+      ValueError: a setting is off; the message names it, its limit and the way out.
+    """
+    StopMatcher(stop)
+    if max_new_tokens < 1:
+        raise ValueError(f"{max_new_tokens=} must be at least 1")
+    if ignore_eos and stop_ids:
+        raise ValueError(f"ignore_eos contradicts {stop_ids=}; leave one out")
+    stops = () if ignore_eos else model.tokenizer.stop_ids if stop_ids is None else stop_ids
+    return AnswerSettings(
+        sampling=sampling or Sampling(),
+        depth=_depth(model, depth),
+        max_new_tokens=max_new_tokens,
+        stop=tuple(stop),
+        stop_ids=tuple(stops),
+        cycles_per_dispatch=cycles_per_dispatch,
+        constraint=constraint,
+    )
+
+
+def answer(
+    model: Model,
+    conversation: Conversation,
+    settings: AnswerSettings,
+    output_start: int | None = None,
+) -> Iterator[Piece]:
+    """Yields what follows the tokens that a conversation has read, a piece for each dispatch.
+
+    A stop string ends it inside a burst: the conversation then holds tokens that no piece shows.
+
+    Args:
+      model: from `load`.
+      conversation: of this model.
+      settings: from `answer_settings`.
+      output_start: as in `Conversation.run`.
+    """
+    bursts = conversation.run(
+        settings.sampling,
+        settings.depth,
+        max_new_tokens=settings.max_new_tokens,
+        stop_ids=settings.stop_ids,
+        cycles_per_dispatch=settings.cycles_per_dispatch,
+        constraint=settings.constraint,
+        output_start=output_start,
+    )
+    matcher, stats = StopMatcher(settings.stop), conversation.stats
+    detokenizer = Detokenizer(model.tokenizer)
+    for burst in bursts:
+        text, used = "", 0
+        for token in burst.token_ids:
+            text += matcher.push(detokenizer.push(token))
+            used += 1
+            if matcher.found is not None:
+                break
+        reason = None
+        if burst.stopped or matcher.found is not None:
+            reason = "stop"
+        elif stats.new_tokens >= settings.max_new_tokens:
+            reason = "length"
+        if reason is not None and matcher.found is None:
+            text += matcher.push(detokenizer.finish()) + matcher.finish()
+        yield Piece(
+            text=text,
+            token_ids=burst.token_ids[:used],
+            logprobs=burst.logprobs[:used],
+            cycles=burst.cycles,
+            finish_reason=reason,
+            stats=stats,
+        )
+        if reason is not None:
+            return
+    tail = matcher.push(detokenizer.finish()) + matcher.finish()
+    yield Piece(
+        text=tail, token_ids=[], logprobs=[], cycles=[], finish_reason="length", stats=stats
+    )
+
+
+def joined(pieces: Iterable[Piece]) -> Generation:
+    """Returns the generation that the pieces make up."""
+    pieces = list(pieces)
+    cycles = [cycle for piece in pieces for cycle in piece.cycles]
+    return Generation(
+        text="".join(piece.text for piece in pieces),
+        token_ids=np.asarray([i for piece in pieces for i in piece.token_ids], np.int32),
+        logprobs=np.asarray([p for piece in pieces for p in piece.logprobs], np.float32),
+        finish_reason=str(pieces[-1].finish_reason),
+        stats=pieces[-1].stats,
+        accepted=[accepted for _, accepted in cycles[1:]],
+    )

@@ -1,0 +1,88 @@
+"""What one dispatch takes and gives: token ids to read in programs' sizes, and tokens emitted."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Burst:
+    """What one dispatch emitted.
+
+    Attributes:
+      token_ids: ids in order.
+      logprobs: log-probability of each under the unfiltered model.
+      cycles: (drafted, accepted) of each cycle that ran.
+      stopped: whether the last id is a stop id.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    cycles: list[tuple[int, int]]
+    stopped: bool
+
+
+def checked_ids(ids: Sequence[int] | np.ndarray, vocab: int) -> Int[np.ndarray, " n"]:
+    """Returns token ids as int32.
+
+    Raises:
+      ValueError: there are none, they are not one row of integers, or one is outside 0..vocab-1.
+    """
+    array = np.asarray(ids)
+    if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"token ids must be one row of at least one integer, not {array.dtype}"
+            f"{list(array.shape)}; a prompt needs at least one token"
+        )
+    wrong = array[(array < 0) | (array >= vocab)]
+    if wrong.size:
+        raise ValueError(f"token id {wrong[0]} must be in 0..{vocab - 1}")
+    return array.astype(np.int32)
+
+
+def chunk_sizes(sizes: Sequence[int], count: int) -> list[int]:
+    """Returns the program sizes that read `count` tokens: the largest first, then the best fit."""
+    whole, rest = divmod(count, sizes[-1])
+    tail = [next(size for size in sizes if size >= rest)] if rest or not whole else []
+    return [sizes[-1]] * whole + tail
+
+
+def dispatches(
+    sizes: Sequence[int], start: int, count: int, borders: Iterable[int]
+) -> list[tuple[int, int]]:
+    """Returns (rows of the program, tokens it reads) of each dispatch that reads `count` tokens.
+
+    Args:
+      sizes: rows of the programs, ascending.
+      start: position of the first token.
+      count: tokens to read; none still takes one dispatch, which makes a first token the newest.
+      borders: positions at which a dispatch ends.
+    """
+    plan = []
+    inside = {border - start for border in borders if 0 < border - start < count}
+    for at, end in itertools.pairwise([0, *sorted(inside), count]):
+        for rows in chunk_sizes(sizes, end - at):
+            plan.append((rows, min(rows, end - at)))
+            at += rows
+    return plan
+
+
+def burst_of(infos, ran) -> Burst:
+    """Returns the readable form of one dispatch's infos, as NumPy arrays."""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    cycles: list[tuple[int, int]] = []
+    for i in range(int(ran)):
+        num_tokens = int(infos.num_tokens[i])
+        ids += infos.tokens[i, :num_tokens].tolist()
+        logprobs += infos.logprobs[i, :num_tokens].tolist()
+        cycles.append((int(infos.drafted[i]), int(infos.accepted[i])))
+    return Burst(
+        token_ids=ids,
+        logprobs=logprobs,
+        cycles=cycles,
+        stopped=bool(ran) and bool(infos.stopped[int(ran) - 1]),
+    )
