@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from openjet_jax.engine import Piece
+from openjet_jax.answers import Piece
 from openjet_jax.server.config import ServerConfig
 from openjet_jax.server.errors import ApiError
 from openjet_jax.server.metrics import CONTENT_TYPE, Metrics
@@ -59,7 +59,7 @@ def create_app(service: Service, config: ServerConfig) -> Starlette:
         ],
         middleware=[Middleware(_Counting, service.metrics), Middleware(Gate, config)],
         exception_handlers={
-            ApiError: lambda _, error: error_response(error),
+            ApiError: _refused,
             HTTPException: _http_error,
             Exception: _unexpected,
         },
@@ -234,6 +234,11 @@ async def _gone(request: Request) -> None:
     """Returns when the client has left."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
 
 
 def _http_error(_: Request, error: Exception) -> Response:

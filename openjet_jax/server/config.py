@@ -24,6 +24,7 @@ class ServerConfig:
       context: most positions of a conversation, prompt and answer.
       kv_dtype: format of the key-value cache.
       depth: drafts a cycle, as in `stream`.
+      prefix_bytes: host memory for prefixes that conversations share.
       session_dir: where conversations are kept when the server ends; None keeps none.
       shutdown_s: how long running answers may take to end when the server is told to.
     """
@@ -39,6 +40,7 @@ class ServerConfig:
     context: int | None = None
     kv_dtype: str | None = None
     depth: str | None = None
+    prefix_bytes: int = 4 << 30
     session_dir: Path | None = None
     shutdown_s: int = 30
 
@@ -50,6 +52,7 @@ class ServerConfig:
             "queue_len": (self.queue_len, 0, 10_000),
             "max_tokens": (1 if self.max_tokens is None else self.max_tokens, 1, 1 << 24),
             "max_body_bytes": (self.max_body_bytes, 1 << 10, 1 << 30),
+            "prefix_bytes": (self.prefix_bytes, 0, 1 << 40),
             "shutdown_s": (self.shutdown_s, 0, 3600),
         }
         for name, (value, low, high) in limits.items():

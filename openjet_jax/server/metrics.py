@@ -20,31 +20,21 @@ class Metrics:
         Args:
           counts: returns how many tasks wait, answers run and conversations are idle.
         """
-        self.registry = CollectorRegistry()
         self._counts = counts
-        self._requests = Counter(
-            "openjet_requests", "Requests by path and status", ["path", "status"], **self._own
-        )
-        self._tokens = Counter(
-            "openjet_tokens", "Tokens: cached, read, generated", ["kind"], **self._own
-        )
-        self._drafts = Counter(
-            "openjet_drafts", "Drafts by position and outcome", ["position", "outcome"], **self._own
-        )
-        self._dispatch = Histogram(
-            "openjet_dispatch_seconds", "One turn of the device", buckets=_SECONDS, **self._own
-        )
-        self._first = Histogram(
-            "openjet_first_token_seconds",
-            "From a request's arrival to its first text",
-            buckets=_SECONDS,
-            **self._own,
-        )
-        self._places = Gauge("openjet_conversations", "By state", ["state"], **self._own)
+        own = self.registry = CollectorRegistry()
 
-    @property
-    def _own(self) -> dict[str, CollectorRegistry]:
-        return {"registry": self.registry}
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"openjet_{name}", text, labels, registry=own)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"openjet_{name}", text, buckets=_SECONDS, registry=own)
+
+        self._requests = counter("requests", "Requests by path and status", "path", "status")
+        self._tokens = counter("tokens", "Tokens: cached, read, generated", "kind")
+        self._drafts = counter("drafts", "Drafts by position and outcome", "position", "outcome")
+        self._dispatch = histogram("dispatch_seconds", "One turn of the device")
+        self._first = histogram("first_token_seconds", "From a request's arrival to its first text")
+        self._places = Gauge("openjet_conversations", "By state", ["state"], registry=own)
 
     def request(self, path: str, status: int) -> None:
         """Counts a response."""

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from openjet_jax.engine import Piece
+from openjet_jax.answers import Piece
 from openjet_jax.server.arguments import parameter_schemas, read_arguments
 from openjet_jax.server.parsing import END_THINK, Call, Event, ReplyParser, Text
 from openjet_jax.server.requests import Function

@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from openjet_jax.answers import Piece
 from openjet_jax.constraint import Constraint
-from openjet_jax.engine import Piece
-from openjet_jax.server.resident import Resident
+from openjet_jax.session import Session
 from openjet_jax.settings import Sampling
+from openjet_jax.token_splice import spliced
 
 
 class Busy(Exception):
@@ -52,6 +53,7 @@ class Task:
 
     Attributes:
       ids: of the prompt.
+      keep_tokens: whether earlier turns keep the tokens that the model cut them into.
       scope: tasks of other scopes share no prefix with this one.
       samplings: of each answer.
       max_new_tokens: of each answer.
@@ -62,6 +64,7 @@ class Task:
     """
 
     ids: Sequence[int]
+    keep_tokens: bool
     scope: str
     samplings: tuple[Sampling, ...]
     max_new_tokens: int
@@ -91,7 +94,7 @@ class _Run:
 
     task: Task
     number: int
-    session: Resident
+    session: Session
     steps: Iterator[Delivery | None]
     room: int
     used_s: float
@@ -102,9 +105,15 @@ class _Run:
 class _Idle:
     """A conversation that waits for its next turn."""
 
-    session: Resident
+    session: Session
     scope: str
     since: int
+
+    def prompt_of(self, task: Task) -> list[int]:
+        """Returns a task's prompt, cut into tokens as this conversation had it if that may be."""
+        if not task.keep_tokens:
+            return list(task.ids)
+        return spliced(self.session.ids, task.ids, self.session.model.tokenizer)
 
 
 class Scheduler:
@@ -117,7 +126,7 @@ class Scheduler:
 
     def __init__(
         self,
-        new_session: Callable[[], Resident],
+        new_session: Callable[[str], Session],
         *,
         agents: int,
         queue_len: int,
@@ -126,7 +135,7 @@ class Scheduler:
         """Starts the thread.
 
         Args:
-          new_session: makes an empty conversation.
+          new_session: makes an empty conversation of a scope.
           agents: most conversations on the device.
           queue_len: most tasks that wait.
           observe: told how long each turn of the device took.
@@ -210,8 +219,8 @@ class Scheduler:
     def _start(self, task: Task) -> None:
         """Gives a task a conversation."""
         try:
-            session = self._session_for(task)
-            session.replace(task.ids)
+            session, ids = self._session_for(task)
+            session.replace(ids)
         except Exception as error:
             task.deliver(0, error)
             return
@@ -220,39 +229,49 @@ class Scheduler:
         run.steps = self._first_steps(run)
         self._running.append(run)
 
-    def _session_for(self, task: Task) -> Resident:
-        """Returns the idle conversation that shares most with a prompt, or a new one."""
+    def _session_for(self, task: Task) -> tuple[Session, list[int]]:
+        """Returns the idle conversation that shares most with a task, or a new one; its prompt."""
         room = self._free() - len(self._idle) - len(task.samplings)
-        same = [idle for idle in self._idle if idle.scope == task.scope]
-        shared, _, best = max(
-            ((idle.session.reusable(task.ids), idle.since, idle) for idle in same),
-            default=(0, 0, None),
-        )
+        found: list[tuple[int, int, _Idle, list[int]]] = []
+        for idle in self._idle:
+            if idle.scope == task.scope:
+                ids = idle.prompt_of(task)
+                found.append((idle.session.reusable(ids), idle.since, idle, ids))
+        shared, _, best, ids = max(found, default=(0, 0, None, list(task.ids)))
         # Another conversation that merely begins alike is kept, as long as there is room.
         if best is not None and shared and (room < 0 or 2 * shared >= len(best.session.ids)):
             self._idle.remove(best)
             room += 1
         else:
-            best = None
+            best, ids = None, list(task.ids)
         while room < 0 and self._idle:
-            self._idle.remove(min(self._idle, key=lambda idle: idle.since))
+            self._evict(min(self._idle, key=lambda idle: idle.since))
             room += 1
-        return best.session if best is not None else self._new_session()
+        return (best.session if best is not None else self._new_session(task.scope)), ids
+
+    def _evict(self, idle: _Idle) -> None:
+        """Takes a conversation off the device; the prefix cache may keep it in host memory."""
+        self._idle.remove(idle)
+        idle.session.publish()
+        idle.session.close()
 
     def _first_steps(self, run: _Run) -> Iterator[Delivery | None]:
         """Reads the prompt, makes a copy for each further answer, then generates the first."""
         task = run.task
         for _ in run.session.reading():
             yield None
+        started = Started(len(run.session.ids), run.session.reuse.reused)
         for number in range(1, len(task.samplings)):
             twin = run.session.fork()
-            steps = self._answer(task, number, twin)
+            steps = self._answer(task, number, twin, started)
             self._running.append(_Run(task, number, twin, steps, 1, run.used_s))
             run.room -= 1
-        yield from self._answer(task, 0, run.session)
+        yield from self._answer(task, 0, run.session, started)
 
-    def _answer(self, task: Task, number: int, session: Resident) -> Iterator[Delivery]:
-        yield Started(len(task.ids), session.reused)
+    def _answer(
+        self, task: Task, number: int, session: Session, started: Started
+    ) -> Iterator[Delivery]:
+        yield started
         yield from session.stream(
             max_new_tokens=task.max_new_tokens,
             sampling=task.samplings[number],

@@ -12,7 +12,10 @@ MAX_HEADER_BYTES = 16 << 10
 
 def server_of(model: Model, config: ServerConfig) -> uvicorn.Server:
     """Returns a server that is not running yet; its `run` serves until a signal."""
-    service = Service(model, config)
+    return _server(Service(model, config), config)
+
+
+def _server(service: Service, config: ServerConfig) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             create_app(service, config),
@@ -32,7 +35,9 @@ def server_of(model: Model, config: ServerConfig) -> uvicorn.Server:
 
 def serve(model: Model, config: ServerConfig) -> None:
     """Serves until interrupted or terminated; running answers get `shutdown_s` to end."""
-    server = server_of(model, config)
+    service = Service(model, config)
+    service.warm_up()
+    server = _server(service, config)
     where = f"[{config.host}]" if ":" in config.host else config.host
     print(f"serving on http://{where}:{config.port}", flush=True)
     server.run()

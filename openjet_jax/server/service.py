@@ -4,11 +4,14 @@ import asyncio
 import dataclasses
 import functools
 import secrets
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
-from openjet_jax.engine import Piece, programs_for
+from openjet_jax.answers import Piece, answer_settings
+from openjet_jax.engine import programs_for
 from openjet_jax.loading import Model
+from openjet_jax.prefix_cache import PrefixCache
 from openjet_jax.server.config import ServerConfig
 from openjet_jax.server.errors import ApiError, bad_request
 from openjet_jax.server.grammar import GrammarConstraint, GrammarVocabulary, grammar_of
@@ -16,9 +19,9 @@ from openjet_jax.server.messages import chat_prompt
 from openjet_jax.server.metrics import Metrics
 from openjet_jax.server.replies import ChatReply, Envelope, Reply, TextReply
 from openjet_jax.server.requests import ChatRequest, CompletionRequest, GenerationRequest
-from openjet_jax.server.resident import Resident
 from openjet_jax.server.scheduler import Busy, Delivery, Scheduler, Started, Stopping, Task
-from openjet_jax.settings import Sampling
+from openjet_jax.session import Session
+from openjet_jax.settings import Sampling, SamplingKind
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,7 +40,7 @@ class Answers:
     task: Task
     arrived: asyncio.Queue[tuple[int, Delivery]]
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Reply, Piece | Started]]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, Reply, Piece | Started]]:
         """Yields what comes until every choice is finished; closing it cancels what is left.
 
         Raises:
@@ -73,17 +76,49 @@ class Service:
         self.name = config.name or str(model.facts.get("name") or model.directory.name)
         self.created = int(time.time())
         self.programs = programs_for(model, config.context, config.kv_dtype)
+        self._max_depth = answer_settings(model, depth=config.depth).depth.max_depth
+        self._compiling = threading.Lock()
+        self._prefixes = PrefixCache(config.prefix_bytes)
         self._scheduler = Scheduler(
-            functools.partial(Resident, model, context=config.context, kv_dtype=config.kv_dtype),
+            self._new_session,
             agents=config.agents,
             queue_len=config.queue_len,
             observe=lambda seconds: self.metrics.dispatch(seconds),
         )
         self.metrics = Metrics(self._scheduler.counts)
 
+    def _new_session(self, scope: str) -> Session:
+        return Session(
+            self._model,
+            context=self._config.context,
+            kv_dtype=self._config.kv_dtype,
+            prefixes=self._prefixes,
+            isolation_key=scope,
+        )
+
     @functools.cached_property
     def _grammar_vocabulary(self) -> GrammarVocabulary:
         return GrammarVocabulary(self._model.tokenizer)
+
+    def warm_up(self) -> None:
+        """Makes the programs of ordinary requests ready; others are made when first asked for."""
+        programs = self.programs
+        sampled = self._samplings(CompletionRequest(model=self.name, prompt=""))[0]
+        programs.prepare(
+            programs.start,
+            programs.take_checkpoint,
+            programs.rewind,
+            *(functools.partial(programs.prefill, rows) for rows in programs.decode.chunks),
+            *(
+                functools.partial(programs.cycles, kind, self._max_depth)
+                for kind in {Sampling().kind, sampled.kind}
+            ),
+        )
+
+    def _prepare(self, kind: SamplingKind) -> None:
+        """Makes a program ready in a request's own thread, so that no other request waits."""
+        with self._compiling:
+            self.programs.cycles(kind, self._max_depth)
 
     def stop(self) -> None:
         """Ends running answers and the scheduler's thread."""
@@ -193,6 +228,8 @@ class Service:
         if most is not None and limit is not None and most > limit:
             raise bad_request(f"max_tokens={most} must be at most {limit}", "max_tokens")
         samplings = self._samplings(request)
+        kind_needed = dataclasses.replace(samplings[0].kind, masked=constraint is not None)
+        await asyncio.to_thread(self._prepare, kind_needed)
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue()
 
         def deliver(number: int, delivery: Delivery) -> None:
@@ -204,6 +241,8 @@ class Service:
         stop = request.stop
         task = Task(
             ids=ids,
+            # Text is a function of the request alone where a seed asks for that.
+            keep_tokens=request.seed is None and kind == "chat.completion",
             scope=scope,
             samplings=samplings,
             max_new_tokens=min(most or room, limit or room, room),
