@@ -165,21 +165,22 @@ class Scheduler:
         with self._changed:
             if self._stopping:
                 raise Stopping
-            # A task that can start at once does not wait, whatever the length of the queue.
-            starts = not self._waiting and self._free() >= len(task.samplings)
-            if not starts and len(self._waiting) >= self.queue_len:
-                rounds = (len(self._waiting) + 1) / self.agents
+            ahead = self._queued()
+            free = self._free() - sum(len(t.samplings) for t in self._waiting)
+            if ahead >= self.queue_len and (ahead or free < len(task.samplings)):
+                rounds = (ahead + 1) / self.agents
                 raise Busy(max(1, min(60, round(rounds * self._task_s))))
             self._waiting.append(task)
             self._changed.notify()
 
     def counts(self) -> dict[str, int]:
         """Returns how many tasks wait, answers run, and conversations are idle."""
-        return {
-            "waiting": len(self._waiting),
-            "running": len(self._running),
-            "idle": len(self._idle),
-        }
+        with self._changed:
+            return {
+                "waiting": self._queued(),
+                "running": len(self._running),
+                "idle": len(self._idle),
+            }
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """Ends running tasks with `Stopping`, and the thread."""
@@ -187,6 +188,15 @@ class Scheduler:
             self._stopping = True
             self._changed.notify()
         self._thread.join(timeout_s)
+
+    def _queued(self) -> int:
+        """Returns how many tasks wait for a place, less those that are just about to start."""
+        free = self._free()
+        for started, task in enumerate(self._waiting):
+            free -= len(task.samplings)
+            if free < 0:
+                return len(self._waiting) - started
+        return 0
 
     def _free(self) -> int:
         return self.agents - sum(run.room for run in self._running)
