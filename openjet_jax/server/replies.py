@@ -11,7 +11,7 @@ from openjet_jax.answers import Piece
 from openjet_jax.server.arguments import parameter_schemas, read_arguments
 from openjet_jax.server.parsing import END_THINK, Call, Event, ReplyParser, Text
 from openjet_jax.server.requests import Function
-from openjet_jax.server.scheduler import Started
+from openjet_jax.server.tasks import Started
 from openjet_jax.stats import Stats
 from openjet_jax.tokenizer import Tokenizer
 

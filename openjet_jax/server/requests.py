@@ -220,13 +220,15 @@ def read_request[R: GenerationRequest](body: bytes, kind: type[R]) -> R:
       ApiError: 400; it names the field.
     """
     try:
-        value = json.loads(body)
+        value = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise bad_request("the body must be a JSON object", code="invalid_json")
     if _deeper(value, MAX_NESTING):
         raise bad_request(f"the body is nested more than {MAX_NESTING} levels deep")
+    if (param := _unwritable(value)) is not None:
+        raise bad_request(f"{param or 'a name'} has a lone surrogate, which is no text", param)
     try:
         return kind.model_validate(value)
     except pydantic.ValidationError as error:
@@ -260,6 +262,24 @@ def _path(location: tuple[int | str, ...], value: Any, kind: str) -> str:
         elif isinstance(value, dict) and (part in value or (last and kind == "missing")):
             path, value = f"{path}.{part}" if path else str(part), value.get(part)
     return path
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON's")
+
+
+def _unwritable(value: Any) -> str | None:
+    """Returns the path of a string that UTF-8 cannot hold, None if there is none."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in () if isinstance(value, str) else items:
+            place = f"[{key}]" if isinstance(value, list) else str(key)
+            if (inner := _unwritable(item)) is not None:
+                return f"{place}.{inner}" if inner and inner[0] != "[" else place + inner
+        return ""
+    return None
 
 
 def _deeper(value: Any, most: int) -> bool:

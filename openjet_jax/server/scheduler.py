@@ -12,71 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from openjet_jax.answers import Piece
-from openjet_jax.constraint import Constraint
+from openjet_jax.server.tasks import Busy, Delivery, Started, Stopping, Task
 from openjet_jax.session import Session
-from openjet_jax.settings import Sampling
 from openjet_jax.token_splice import spliced
-
-
-class Busy(Exception):
-    """The queue is full.
-
-    Attributes:
-      retry_after_s: when it may be worth trying again, in whole seconds.
-    """
-
-    def __init__(self, retry_after_s: int):
-        """Takes what the attribute says."""
-        super().__init__(f"the queue is full; try again in {retry_after_s} s")
-        self.retry_after_s = retry_after_s
-
-
-class Stopping(Exception):
-    """The server shuts down."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Started:
-    """Delivered to every answer once its prompt was read: tokens in all, and those not read."""
-
-    prompt_tokens: int
-    cached_tokens: int
-
-
-type Delivery = Started | Piece | Exception
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Task:
-    """What a request asks of the device.
-
-    Attributes:
-      ids: of the prompt.
-      keep_tokens: whether earlier turns keep the tokens that the model cut them into.
-      scope: tasks of other scopes share no prefix with this one.
-      samplings: of each answer.
-      max_new_tokens: of each answer.
-      depth: drafts a cycle, as in `stream`.
-      stop: strings that end an answer.
-      constraint: makes the constraint of one answer; None for free text.
-      deliver: called in the scheduler's thread with an answer's number and what came.
-    """
-
-    ids: Sequence[int]
-    keep_tokens: bool
-    scope: str
-    samplings: tuple[Sampling, ...]
-    max_new_tokens: int
-    depth: int | str | None = None
-    stop: tuple[str, ...] = ()
-    constraint: Callable[[], Constraint] | None = None
-    deliver: Callable[[int, Delivery], None]
-    cancelled: threading.Event = dataclasses.field(default_factory=threading.Event)
-
-    def cancel(self) -> None:
-        """Ends the task within one dispatch; nothing more is delivered after that."""
-        self.cancelled.set()
 
 
 class _End:
@@ -130,6 +68,7 @@ class Scheduler:
         *,
         agents: int,
         queue_len: int,
+        kept: Sequence[tuple[str, Session]] = (),
         observe: Callable[[float], None] = lambda seconds: None,
     ):
         """Starts the thread.
@@ -138,14 +77,15 @@ class Scheduler:
           new_session: makes an empty conversation of a scope.
           agents: most conversations on the device.
           queue_len: most tasks that wait.
+          kept: conversations to begin with, each with its scope, the oldest first.
           observe: told how long each turn of the device took.
         """
         self.agents, self.queue_len = agents, queue_len
         self._new_session, self._observe = new_session, observe
         self._waiting: collections.deque[Task] = collections.deque()
         self._running: list[_Run] = []
-        self._idle: list[_Idle] = []
         self._turn = itertools.count()
+        self._idle = [_Idle(session, scope, next(self._turn)) for scope, session in kept]
         self._changed = threading.Condition()
         self._stopping = False
         self._task_s = 1.0  # running mean of a task's time, for Retry-After
@@ -182,12 +122,17 @@ class Scheduler:
                 "idle": len(self._idle),
             }
 
-    def stop(self, timeout_s: float = 30.0) -> None:
-        """Ends running tasks with `Stopping`, and the thread."""
+    def stop(self) -> list[tuple[str, Session]]:
+        """Ends running tasks with `Stopping`, then the thread.
+
+        Returns:
+          The conversations there are, each with its scope, the oldest first.
+        """
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        self._thread.join(timeout_s)
+        self._thread.join()
+        return [(idle.scope, idle.session) for idle in self._idle]
 
     def _queued(self) -> int:
         """Returns how many tasks wait for a place, less those that are just about to start."""
@@ -213,7 +158,8 @@ class Scheduler:
                 self._start(task)
             if self._running:
                 self._step(min(self._running, key=lambda run: run.used_s))
-        for run in self._running:
+        for run in list(self._running):
+            self._end(run)
             run.task.deliver(run.number, Stopping())
         for task in self._waiting:
             task.deliver(0, Stopping())

@@ -16,6 +16,9 @@ from openjet_jax.server.replies import encoded
 OPEN_PATHS = frozenset({"/", "/health"})
 """Answered without a key: they tell nothing about anyone's text."""
 
+MAX_HEADER_BYTES = 16 << 10
+"""Most bytes of all headers together."""
+
 
 def error_response(error: ApiError) -> Response:
     """Returns an error as a response."""
@@ -27,8 +30,13 @@ def error_response(error: ApiError) -> Response:
     )
 
 
+def scope_of(key: str) -> str:
+    """Returns the name of a key's scope, from which the key cannot be told."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
 def key_scope(keys: Sequence[str], authorization: str | None) -> str | None:
-    """Returns a name for the key in an `Authorization` header, None if it is none of `keys`.
+    """Returns the scope of the key in an `Authorization` header, None if it is none of `keys`.
 
     All keys are compared, each in constant time, so that time tells nothing.
     """
@@ -36,7 +44,7 @@ def key_scope(keys: Sequence[str], authorization: str | None) -> str | None:
     found = None
     for key in keys:
         if hmac.compare_digest(key.encode(), given.strip().encode("utf-8", "replace")):
-            found = hashlib.sha256(key.encode()).hexdigest()
+            found = scope_of(key)
     return found if scheme.lower() == "bearer" else None
 
 
@@ -65,6 +73,8 @@ class Gate:
             return
 
     def _scope_of(self, scope: Scope) -> str:
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            raise ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
         headers = Headers(scope=scope)
         if not self._config.api_keys:
             host = headers.get("host", "").rsplit(":", 1)[0].strip("[]").lower()

@@ -5,9 +5,8 @@ import uvicorn
 from openjet_jax.loading import Model
 from openjet_jax.server.app import create_app
 from openjet_jax.server.config import ServerConfig
+from openjet_jax.server.security import MAX_HEADER_BYTES
 from openjet_jax.server.service import Service
-
-MAX_HEADER_BYTES = 16 << 10
 
 
 def server_of(model: Model, config: ServerConfig) -> uvicorn.Server:

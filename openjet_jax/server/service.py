@@ -7,6 +7,8 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
 
 from openjet_jax.answers import Piece, answer_settings
 from openjet_jax.engine import programs_for
@@ -19,7 +21,11 @@ from openjet_jax.server.messages import chat_prompt
 from openjet_jax.server.metrics import Metrics
 from openjet_jax.server.replies import ChatReply, Envelope, Reply, TextReply
 from openjet_jax.server.requests import ChatRequest, CompletionRequest, GenerationRequest
-from openjet_jax.server.scheduler import Busy, Delivery, Scheduler, Started, Stopping, Task
+from openjet_jax.server.samplings import samplings_of
+from openjet_jax.server.scheduler import Scheduler
+from openjet_jax.server.security import scope_of
+from openjet_jax.server.session_folder import SessionFolder
+from openjet_jax.server.tasks import Busy, Delivery, Started, Stopping, Task
 from openjet_jax.session import Session
 from openjet_jax.settings import Sampling, SamplingKind
 
@@ -78,9 +84,13 @@ class Service:
         self.programs = programs_for(model, config.context, config.kv_dtype)
         self._max_depth = answer_settings(model, depth=config.depth).depth.max_depth
         self._compiling = threading.Lock()
+        self._scopes = [scope_of(key) for key in config.api_keys] or [""]
+        folder = config.session_dir
+        self._folder = None if folder is None else SessionFolder(folder)
         self._prefixes = PrefixCache(config.prefix_bytes)
         self._scheduler = Scheduler(
             self._new_session,
+            kept=self._kept_sessions(),
             agents=config.agents,
             queue_len=config.queue_len,
             observe=lambda seconds: self.metrics.dispatch(seconds),
@@ -88,13 +98,18 @@ class Service:
         self.metrics = Metrics(self._scheduler.counts)
 
     def _new_session(self, scope: str) -> Session:
-        return Session(
-            self._model,
-            context=self._config.context,
-            kv_dtype=self._config.kv_dtype,
-            prefixes=self._prefixes,
-            isolation_key=scope,
-        )
+        kv_dtype = self._config.kv_dtype
+        return Session(self._model, kv_dtype=kv_dtype, **self._session_settings(scope))
+
+    def _restored(self, path: Path, scope: str) -> Session:
+        return Session.restore(self._model, path, **self._session_settings(scope))
+
+    def _session_settings(self, scope: str) -> dict[str, Any]:
+        return {
+            "context": self._config.context,
+            "prefixes": self._prefixes,
+            "isolation_key": scope,
+        }
 
     @functools.cached_property
     def _grammar_vocabulary(self) -> GrammarVocabulary:
@@ -103,7 +118,7 @@ class Service:
     def warm_up(self) -> None:
         """Makes the programs of ordinary requests ready; others are made when first asked for."""
         programs = self.programs
-        sampled = self._samplings(CompletionRequest(model=self.name, prompt=""))[0]
+        sampled = samplings_of(self._model, CompletionRequest(model=self.name, prompt=""))[0]
         programs.prepare(
             programs.start,
             programs.take_checkpoint,
@@ -121,8 +136,19 @@ class Service:
             self.programs.cycles(kind, self._max_depth)
 
     def stop(self) -> None:
-        """Ends running answers and the scheduler's thread."""
-        self._scheduler.stop()
+        """Ends running answers and the scheduler's thread; keeps conversations if asked to.
+
+        Raises:
+          OSError: they cannot be written.
+        """
+        kept = self._scheduler.stop()
+        if self._folder is not None:
+            self._folder.save(kept, self._scopes)
+
+    def _kept_sessions(self) -> list[tuple[str, Session]]:
+        if self._folder is None:
+            return []
+        return self._folder.load(self._restored, self._scopes, self._config.agents)
 
     def describe(self) -> dict[str, object]:
         """Returns the model's entry in /v1/models."""
@@ -227,7 +253,7 @@ class Service:
         limit = self._config.max_tokens
         if most is not None and limit is not None and most > limit:
             raise bad_request(f"max_tokens={most} must be at most {limit}", "max_tokens")
-        samplings = self._samplings(request)
+        samplings = samplings_of(self._model, request)
         kind_needed = dataclasses.replace(samplings[0].kind, masked=constraint is not None)
         await asyncio.to_thread(self._prepare, kind_needed)
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue()
@@ -269,34 +295,6 @@ class Service:
             fingerprint=f"fp_{self._model.hash[:12]}",
         )
         return Answers(envelope, replies, task, arrived)
-
-    def _samplings(self, request: GenerationRequest) -> tuple[Sampling, ...]:
-        """Returns the settings of each choice; what a request leaves out the model's file says."""
-        facts = self._model.facts.get("sampling") or {}
-        names = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-        settings = {name: facts[key] for name, key in names.items() if key in facts}
-        settings.setdefault("temperature", 1.0)
-        for name in (*names, "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            value = getattr(request, name)
-            if value is not None:
-                settings[name] = value
-        seed = request.seed if request.seed is not None else secrets.randbits(63)
-        try:
-            bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
-            used = self._model.config.vocab_used
-            if wrong := [token for token in bias if not 0 <= token < used]:
-                raise ValueError(f"token {wrong[0]} is not in the vocabulary")
-            if wrong := [value for value in bias.values() if not -100 <= value <= 100]:
-                raise ValueError(f"{wrong[0]} must be in -100..100")
-        except ValueError as error:
-            raise bad_request(f"logit_bias: {error}", "logit_bias") from None
-        try:
-            return tuple(
-                Sampling(**settings, logit_bias=bias, seed=(seed + i) % 2**64)
-                for i in range(request.n or 1)
-            )
-        except ValueError as error:
-            raise bad_request(str(error)) from None
 
 
 def _failure(error: Exception) -> ApiError:

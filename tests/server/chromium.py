@@ -28,6 +28,10 @@ class Page:
         for domain in ("Page", "Runtime", "Network"):
             self.call(f"{domain}.enable")
 
+    def close(self):
+        os.close(self._commands)
+        self._replies.close()
+
     def call(self, method: str, **params):
         number = next(self._numbers)
         command = {"id": number, "method": method, "params": params}
@@ -87,9 +91,9 @@ def opened(profile: pathlib.Path) -> Iterator[Page]:
     )
     os.close(from_us)
     os.close(to_us)
-    try:
-        yield Page(commands, replies)
-    finally:
-        os.close(commands)
-        process.terminate()
-        process.wait(20)
+    with contextlib.ExitStack() as stack:
+        stack.callback(process.wait, 20)
+        stack.callback(process.terminate)
+        page = Page(commands, replies)
+        stack.callback(page.close)
+        yield page

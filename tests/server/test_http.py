@@ -5,6 +5,7 @@ import json
 import socket
 import time
 import urllib.parse
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,8 @@ def ask(address, method, path, body=None, headers=JSON):
     text = reply.read()
     connection.close()
     media = reply.headers.get_content_type()
-    return reply.status, json.loads(text) if media == "application/json" else text
+    value: Any = json.loads(text) if media == "application/json" else text
+    return reply.status, value
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +47,11 @@ def locked(model):
         ("POST", "/v1/chat/completions", b"\xff", JSON, 400),
         ("POST", "/v1/chat/completions", b"[]", JSON, 400),
         ("POST", "/v1/chat/completions", CHAT | {"messages": []}, JSON, 400),
-        ("POST", "/v1/chat/completions", CHAT | {"model": "\ud800"}, JSON, 404),
+        ("POST", "/v1/chat/completions", CHAT | {"model": "\ud800"}, JSON, 400),
         ("POST", "/v1/chat/completions", CHAT, {"Content-Type": "text/plain"}, 415),
         ("GET", "/v1/models", None, {"Host": "evil.example"}, 403),
-        ("GET", "/v1/models", None, {"X-Long": "x" * 20_000}, 400),
+        ("GET", "/v1/models", None, {"X-Long": "x" * 20_000}, 431),
+        ("POST", "/v1/completions", b'{"model": "tiny", "prompt": "a", "seed": NaN}', JSON, 400),
     ],
 )
 def test_bad_requests_get_errors_and_no_failure(address, method, path, body, headers, status):
@@ -66,7 +69,7 @@ def test_bad_requests_get_errors_and_no_failure(address, method, path, body, hea
         ({"role": "alien", "content": "a"}, "messages[0]"),
         ({"role": "user"}, "messages[0].content"),
         ({"role": "tool", "content": "a", "tool_call_id": "x"}, "messages[0].tool_call_id"),
-        ({"role": "user", "content": "\ud800"}, "messages"),
+        ({"role": "user", "content": "\ud800"}, "messages[0].content"),
     ],
 )
 def test_an_error_names_the_field(address, message, param):
@@ -144,6 +147,26 @@ def test_a_client_that_leaves_frees_its_place(address):
         while states()["running"]:
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+
+def test_conversations_outlive_the_server_under_their_key_alone(model, tmp_path):
+    body = CHAT | {"messages": [{"role": "user", "content": "Remember this text. " * 4}]}
+
+    def cached(address, key):
+        headers = JSON | {"Authorization": f"Bearer {key}"}
+        _, value = ask(address, "POST", "/v1/chat/completions", body, headers)
+        return value["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    with running(model, api_keys=KEYS, session_dir=tmp_path) as address:
+        assert cached(address, KEYS[0]) == 0
+    assert len(list(tmp_path.iterdir())) == 1
+    with running(model, api_keys=KEYS, session_dir=tmp_path) as address:
+        assert cached(address, KEYS[1]) == 0
+    with running(model, api_keys=KEYS[:1], session_dir=tmp_path) as address:
+        assert cached(address, KEYS[0]) == 0  # the other key's took the only place
+        assert cached(address, KEYS[0]) > 0
+    with running(model, api_keys=KEYS[:1], session_dir=tmp_path) as address:
+        assert cached(address, KEYS[0]) > 0
 
 
 def test_keys_are_compared_whole():

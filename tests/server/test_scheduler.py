@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from openjet_jax.answers import Piece
-from openjet_jax.server.scheduler import Busy, Scheduler, Started, Stopping, Task
+from openjet_jax.server.scheduler import Scheduler
+from openjet_jax.server.tasks import Busy, Started, Stopping, Task
 from openjet_jax.session_memory import Reuse
 from openjet_jax.settings import Sampling
 from openjet_jax.stats import Stats
