@@ -1,7 +1,9 @@
 """Decode products on a card: right first, then their time and share of the read bandwidth.
 
-`python -m bench.kernels --out DIR [--sweep] [--only NAME ...]` writes `products.json`. Weights are
-rotated over enough layers that the cache serves none; times are CUPTI's, of the kernel alone.
+`python -m bench.kernels [--out DIR] [--sweep] [--only NAME ...]` writes `products.json` and, unless
+it sweeps, the figures. Weights are rotated over enough layers that the cache serves none; times are
+CUPTI's, of the kernel alone, with command buffers off:
+`XLA_FLAGS=--xla_gpu_enable_command_buffer=`.
 """
 
 import argparse
@@ -15,9 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.timing import device_name, kernel_times_us, wall_time_us
+from bench.manifest import device_folder, manifest
+from bench.summary import RESULTS, Figure, record
+from bench.timing import kernel_times_us, wall_time_us
 from pallas_kernels.decode_blocks import BLOCKS
-from pallas_kernels.decode_product import Tiles, decode_product, default_tiles, prepare
+from pallas_kernels.decode_product import (
+    Epilogue,
+    Tiles,
+    decode_product,
+    default_tiles,
+    prepare,
+)
 
 LIMIT = 2.5e-3
 """Largest relative RMS error against float32 with unrounded activations."""
@@ -25,40 +35,70 @@ LIMIT = 2.5e-3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A product of the issue's table: its name, sizes, and what share of the bandwidth it owes."""
+    """A product: sizes, and the share of the read bandwidth it must and should reach.
+
+    Attributes:
+      name: of its figure.
+      block: format of the weights.
+      outputs, k: rows and columns of the weights.
+      must, aim: shares; None for a case that is only checked.
+      rows: of the activations.
+      epilogue: what is made of the outputs.
+    """
 
     name: str
     block: str
     outputs: int
     k: int
-    must: float
-    aim: float
+    must: float | None = None
+    aim: float | None = None
     rows: int = 8
+    epilogue: Epilogue = "none"
+
+
+def _gate_up(name: str, block: str, must: float | None, aim: float | None, rows: int = 8) -> Case:
+    return Case(
+        name=name,
+        block=block,
+        outputs=34816,
+        k=5120,
+        must=must,
+        aim=aim,
+        rows=rows,
+        epilogue="silu_gate",
+    )
 
 
 CASES = [
-    Case(name="q4k_gate_up", block="q4_k", outputs=34816, k=5120, must=0.72, aim=0.85),
+    _gate_up("q4k_gate_up", "q4_k", 0.72, 0.85),
     Case(name="q4k_down", block="q4_k", outputs=5120, k=17408, must=0.68, aim=0.82),
     Case(name="q4k_gdn_in", block="q4_k", outputs=16384, k=5120, must=0.64, aim=0.80),
     Case(name="q4k_attn_in", block="q4_k", outputs=14336, k=5120, must=0.64, aim=0.80),
     Case(name="q4k_out", block="q4_k", outputs=5120, k=6144, must=0.52, aim=0.72),
     Case(name="q6k_down", block="q6_k", outputs=5120, k=17408, must=0.72, aim=0.86),
-    Case(name="q6k_head", block="q6_k", outputs=248320, k=5120, must=0.76, aim=0.90),
-    Case(name="q5k_gate_up", block="q5_k", outputs=34816, k=5120, must=0.66, aim=0.82),
-    Case(name="q8_gate_up", block="q8_0", outputs=34816, k=5120, must=0.76, aim=0.88),
+    Case(name="q6k_head_logits", block="q6_k", outputs=248320, k=5120, must=0.76, aim=0.90),
+    _gate_up("q5k_gate_up", "q5_k", 0.66, 0.82),
+    _gate_up("q8_gate_up", "q8_0", 0.76, 0.88),
+    _gate_up("q4k_gate_up_16_rows", "q4_k", None, None, rows=16),
 ]
 
 
-def variants(case: Case) -> list[Tiles]:
-    """Returns cuts worth trying beside the default."""
-    found = []
-    for cluster, grid in ((1, 132), (2, 132), (4, 128)):
-        for warpgroups in (2, 3, 4):
-            for stages in (2, 3, 4, 6, 8):
-                found.append(
-                    Tiles(warpgroups=warpgroups, stages=stages, cluster=cluster, grid=grid)
-                )
-    return found
+def variants(k: int) -> list[Tiles]:
+    """Returns cuts worth trying beside the default: parts of K where it is long."""
+    return [
+        Tiles(warpgroups=warpgroups, stages=stages, parts=parts, sharers=sharers, grid=grid)
+        for parts, sharers, grid, warpgroups, stages in (
+            (1, 1, 132, 3, 2),
+            (1, 1, 132, 3, 3),
+            (1, 1, 132, 2, 3),
+            (1, 2, 132, 3, 2),
+            (2, 1, 132, 3, 2),
+            (2, 1, 132, 3, 1),
+            (2, 1, 132, 2, 2),
+            (4, 1, 120, 3, 2),
+        )
+        if (parts > 1) == (k > 8192)
+    ]
 
 
 def make_planes(block, outputs: int, k: int, layer: int) -> dict[str, jax.Array]:
@@ -78,15 +118,19 @@ def make_planes(block, outputs: int, k: int, layer: int) -> dict[str, jax.Array]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _make_tiles(block, outputs: int, k: int, layer: jax.Array) -> jax.Array:
+def make_tiles(block, outputs: int, k: int, layer: jax.Array) -> jax.Array:
+    """Returns the random weights of one layer in tile order."""
     return block.tile(make_planes(block, outputs, k, layer))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _reference(block, outputs: int, k: int, layer: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.matmul(
-        x, block.format.unpack(make_planes(block, outputs, k, layer)).T, precision="highest"
-    )
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _reference(case: Case, block, layer: jax.Array, x: jax.Array) -> jax.Array:
+    weights = block.format.unpack(make_planes(block, case.outputs, case.k, layer))
+    out = jnp.matmul(x, weights.T, precision="highest")
+    if case.epilogue == "none":
+        return out
+    gate, up = jnp.split(out.reshape(case.rows, -1, 16), 2, axis=-1)
+    return (jax.nn.silu(gate) * up).reshape(case.rows, -1)
 
 
 def _error(got: jax.Array, want: jax.Array) -> float:
@@ -105,7 +149,7 @@ def check(case: Case, block, weights: jax.Array, run) -> dict:
     """Returns errors and bit-equality of a product `run(x, weights, layer)`."""
     layer, report = weights.shape[0] - 1, {}
     for name, x in inputs(case).items():
-        want = _reference(block, case.outputs, case.k, jnp.int32(layer), x)
+        want = _reference(case, block, jnp.int32(layer), x)
         got = run(x, weights, jnp.full((1,), layer, jnp.int32))
         report[f"error_{name}"] = _error(got, want)
         again = run(x, weights, jnp.full((1,), layer, jnp.int32))
@@ -133,7 +177,7 @@ def measure(case: Case, roof: float, cuts: list[Tiles], deadline: float) -> list
     layer_bytes = case.outputs // 16 * unit_words * 4
     layers = max(3, -(-200_000_000 // layer_bytes)) if layer_bytes < 500_000_000 else 2
     weights = jnp.stack(
-        [_make_tiles(block, case.outputs, case.k, jnp.int32(i)) for i in range(layers)]
+        [make_tiles(block, case.outputs, case.k, jnp.int32(i)) for i in range(layers)]
     )
     rows = []
     for tiles in cuts:
@@ -145,6 +189,8 @@ def measure(case: Case, roof: float, cuts: list[Tiles], deadline: float) -> list
             row |= _measure_cut(case, block, weights, tiles, layers, layer_bytes, roof)
         except Exception as error:  # noqa: BLE001 (one bad cut must not end a sweep)
             text = str(error).replace("\n", " ")
+            if "CUDA_ERROR" in text:
+                raise
             if "shared memory" not in text:
                 print(case.name, tiles, type(error).__name__, text[:300], flush=True)
             continue
@@ -155,7 +201,7 @@ def measure(case: Case, roof: float, cuts: list[Tiles], deadline: float) -> list
 
 def _measure_cut(case, block, weights, tiles, layers, layer_bytes, roof) -> dict:
     def product(x, weights, layer):
-        return decode_product(prepare(x, block), weights, layer, block, tiles)
+        return decode_product(prepare(x, block), weights, layer, block, tiles, case.epilogue)
 
     start = time.monotonic()
     run = jax.jit(product)
@@ -170,11 +216,12 @@ def _measure_cut(case, block, weights, tiles, layers, layer_bytes, roof) -> dict
 
         def body(i, y):
             one = jnp.full((1,), i, jnp.int32)
-            return y + decode_product(activations, weights, one, block, tiles)[:, :128]
+            out = decode_product(activations, weights, one, block, tiles, case.epilogue)
+            return y + out[:, :128]
 
         return jax.lax.fori_loop(0, layers, body, jnp.zeros((case.rows, 128)))
 
-    times = kernel_times_us(loop, x, weights, name="decode_product_kernel")
+    times = kernel_times_us(loop, x, weights, name="decode_product")
     us = float(np.median(times))
     return report | dict(
         us=us,
@@ -185,10 +232,38 @@ def _measure_cut(case, block, weights, tiles, layers, layer_bytes, roof) -> dict
     )
 
 
+def figures(rows: list[dict]) -> list[Figure]:
+    """Returns the figures of measured rows, those of wrong products left out."""
+    cases = {case.name: case for case in CASES}
+    return [
+        Figure(
+            name=row["name"],
+            value=100 * row["share"],
+            unit="% of read bandwidth",
+            better="higher",
+            must=100 * case.must,
+            aim=100 * case.aim,
+            share_of_limit=row["share"],
+        )
+        for row in rows
+        if row["right"] and (case := cases[row["name"]]).must is not None and case.aim is not None
+    ]
+
+
+def _line(row: dict) -> str:
+    tiles = row["tiles"]
+    return (
+        f"{row['name']:19} wg {tiles['warpgroups']} st {tiles['stages']} parts {tiles['parts']}"
+        f" sharers {tiles['sharers']}: {row['us']:7.2f} us {row['gb_s']:5.0f} GB/s"
+        f" {100 * row['share']:5.1f} %  loop {row['loop_us']:6.1f} us"
+        f" error {row['error_plain']:.1e} {row['error_outliers']:.1e} right {row['right']}"
+    )
+
+
 def main() -> None:
-    """Measures the cases and writes `products.json`."""
+    """Measures the cases and writes `products.json`, and figures unless it sweeps."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--sweep", action="store_true", help="all cuts, not the default alone")
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--seconds", type=float, default=240, help="stop a sweep after this long")
@@ -198,21 +273,19 @@ def main() -> None:
     print("roof", roof, flush=True)
     rows = []
     for case in CASES:
-        if case.block not in BLOCKS or (arguments.only and case.name not in arguments.only):
+        if arguments.only and case.name not in arguments.only:
             continue
         cuts = [default_tiles(BLOCKS[case.block], case.outputs, case.k, case.rows)]
-        cuts += [cut for cut in variants(case) if cut not in cuts] if arguments.sweep else []
+        cuts += [cut for cut in variants(case.k) if cut not in cuts] if arguments.sweep else []
         rows += measure(case, roof, cuts, deadline)
-        document = dict(device=device_name(), roof_gb_s=roof, rows=rows)
-        (arguments.out / "products.json").write_text(json.dumps(document, indent=1))
+        document = json.dumps(dict(manifest=manifest(), roof_gb_s=roof, rows=rows), indent=1)
+        folder = arguments.out / device_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "products.json").write_text(document)
     for row in sorted(rows, key=lambda r: (r["name"], r["us"])):
-        tiles = row["tiles"]
-        print(
-            f"{row['name']:12} wg {tiles['warpgroups']} st {tiles['stages']} cl {tiles['cluster']}"
-            f" grid {tiles['grid']}: {row['us']:7.2f} us {row['gb_s']:5.0f} GB/s"
-            f" {100 * row['share']:5.1f} %  loop {row['loop_us']:6.1f} us"
-            f" error {row['error_plain']:.1e} {row['error_outliers']:.1e} right {row['right']}"
-        )
+        print(_line(row))
+    if not arguments.sweep:
+        record("bench/kernels.py", figures(rows), results=arguments.out)
 
 
 if __name__ == "__main__":

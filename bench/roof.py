@@ -2,9 +2,9 @@
 
 `copy_only` streams a slab through rings in shared memory, as the products do, and folds what it
 read with XOR, so that a wrong or missing byte shows; `load_only` does the same with plain loads to
-registers. Results of `python -m bench.roof --out DIR` on a card: GB/s of kernel time, the share of
-a plain XLA reduction, and what a launch boundary costs with and without programmatic dependent
-launch.
+registers. `python -m bench.roof [--boundary] [--out DIR]` measures, on a card, GB/s of kernel time
+beside a plain XLA reduction, or what a launch boundary costs with and without programmatic
+dependent launch.
 """
 
 import argparse
@@ -18,8 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from bench.timing import device_name, kernel_times_us, wall_time_us
+from bench.manifest import device_folder, manifest
+from bench.summary import RESULTS, Figure, record
+from bench.timing import kernel_times_us, wall_time_us
 from pallas_kernels import ptx
+
+_SMALL, _LARGE = 65536 * 1536, 65536 * 15360
+"""Bytes of the slabs: 100 MB and 1 GB."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,17 +105,19 @@ def _copy_kernel(part, tiles: CopyTiles, slab_bytes: int, _, *refs):
     count, first = _share(tiles, items, per_block, block)
     row = ptx.load_global(ptx.global_address(layer_ref))[0]
     slab = ptx.offset_address(ptx.global_address(slabs_ref), row, slab_bytes)
-    start_copy = ptx.copy_bulk if tiles.evict_first else ptx.copy_bulk_cached
+    policy = ptx.evict_first_policy()
+
+    def item_address(item):
+        return ptx.offset_address(slab, item, tiles.stage_bytes)
 
     def fetch(step, stage):
         item = step * tiles.blocks + block if tiles.interleaved else first + step
         ptx.barrier_expect(full + stage * 8, tiles.stage_bytes)
-        start_copy(
-            ring + stage * tiles.stage_bytes,
-            ptx.offset_address(slab, item, tiles.stage_bytes),
-            tiles.stage_bytes,
-            full + stage * 8,
-        )
+        target, source = ring + stage * tiles.stage_bytes, item_address(item)
+        if tiles.evict_first:
+            ptx.copy_bulk(target, source, tiles.stage_bytes, full + stage * 8, policy)
+        else:
+            ptx.copy_bulk_cached(target, source, tiles.stage_bytes, full + stage * 8)
 
     if part == "fill":
         with ptx.when(thread.equals(tiles.threads)):
@@ -302,51 +309,86 @@ def _load_op(warpgroups, blocks, unroll, slabs, layer, carry):
     return carry ^ load_only(slabs, layer, warpgroups, blocks, unroll)
 
 
-def measure_boundary(slab_bytes: int, layers: int) -> list[dict]:
-    """Returns back-to-back time less kernel time, for a chain of dependent kernels."""
-    slabs, rows = _slabs(layers, slab_bytes), []
-    for overlap in (False, True):
-        tiles = CopyTiles(stage_bytes=8192, stages=12, overlap=overlap)
+def measure_boundary(slab_bytes: int, layers: int, overlap: bool) -> dict:
+    """Returns what a kernel in a chain of dependent kernels takes beyond its own time.
 
-        def chain(slabs, tiles=tiles):
-            carry = jnp.zeros((tiles.blocks, tiles.threads), jnp.uint32)
-            for layer in range(layers):
-                carry = copy_only(slabs, jnp.array([layer], jnp.int32), carry, tiles)
-            return carry
+    The time of a chain twice as long, less that of the chain, has no share of the dispatch.
+    """
+    slabs = _slabs(layers, slab_bytes)
+    tiles = CopyTiles(stage_bytes=8192, stages=8, overlap=overlap)
 
-        run = jax.jit(chain)
-        xor = functools.partial(jnp.bitwise_xor.reduce, axis=None)
-        right = _fold(run(slabs)) == _fold(jax.jit(jax.vmap(xor))(slabs))
-        wall = wall_time_us(run, slabs) / layers
-        times = kernel_times_us(run, slabs, name="copy_only_kernel")
-        rows.append(
-            dict(
-                kernel="boundary",
-                overlap=overlap,
-                slab_bytes=slab_bytes,
-                right=right,
-                wall_us=wall,
-                kernel_us=float(np.median(times)),
-                boundary_us=wall - float(np.median(times)),
+    def chain(slabs, kernels):
+        carry = jnp.zeros((tiles.blocks, tiles.threads), jnp.uint32)
+        for kernel in range(kernels):
+            layer = jnp.array([kernel % layers], jnp.int32)
+            carry = copy_only(slabs, layer, carry, tiles)
+        return carry
+
+    short, long = (jax.jit(functools.partial(chain, kernels=n * layers)) for n in (1, 2))
+    xor = functools.partial(jnp.bitwise_xor.reduce, axis=None)
+    right = _fold(short(slabs)) == _fold(jax.jit(jax.vmap(xor))(slabs))
+    wall = (wall_time_us(long, slabs) - wall_time_us(short, slabs)) / layers
+    kernel = float(np.median(kernel_times_us(short, slabs, name="copy_only_kernel")))
+    row = dict(
+        kernel="boundary",
+        overlap=overlap,
+        slab_bytes=slab_bytes,
+        right=right,
+        wall_us=wall,
+        kernel_us=kernel,
+        boundary_us=wall - kernel,
+    )
+    print(row, flush=True)
+    return row
+
+
+def figures(rows: list[dict]) -> list[Figure]:
+    """Returns the best `copy_only` of each size over a plain reduction, and the boundary."""
+    found = []
+    for name, slab_bytes in (("copy_only_100MB", _SMALL), ("copy_only_1GB", _LARGE)):
+        mine = [row for row in rows if row["slab_bytes"] == slab_bytes]
+        copies = [r for r in mine if r["kernel"] == "copy_only_kernel" and r["right"]]
+        plain = [r["gb_s"] for r in mine if r["kernel"] == "xla_reduction"]
+        if copies and plain:
+            share = max(r["gb_s"] for r in copies) / plain[0]
+            found.append(
+                Figure(
+                    name=name,
+                    value=100 * share,
+                    unit="% of read bandwidth",
+                    better="higher",
+                    must=85,
+                    aim=92,
+                    share_of_limit=share,
+                )
             )
+    boundaries = [r["boundary_us"] for r in rows if r["kernel"] == "boundary" and r["right"]]
+    if boundaries:
+        least = min(boundaries)
+        found.append(
+            Figure(name="boundary_us", value=least, unit="us", better="lower", must=1.5, aim=0.5)
         )
-        print(rows[-1], flush=True)
-    return rows
+    return found
 
 
 def main() -> None:
-    """Runs the sweep and writes `roof.json`."""
+    """Runs the sweep, or measures the boundary; writes rows and figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--boundary", action="store_true", help="only the launch boundary")
     arguments = parser.parse_args()
-    rows = measure_boundary(8192 * 132 * 4, 12)
-    rows += measure_boundary(8192 * 132 * 16, 12)
-    if not arguments.boundary:
-        rows += measure_bandwidth(65536 * 1536, 8)
-        rows += measure_bandwidth(65536 * 15360, 3)
-    text = json.dumps(dict(device=device_name(), rows=rows), indent=1)
-    (arguments.out / "roof.json").write_text(text)
+    rows = []
+    if arguments.boundary:
+        for slab_bytes in (8192 * 132 * 4, 8192 * 132 * 48):
+            rows += [measure_boundary(slab_bytes, 8, overlap) for overlap in (False, True)]
+    else:
+        rows += measure_bandwidth(_SMALL, 8)
+        rows += measure_bandwidth(_LARGE, 3)
+    text = json.dumps(dict(manifest=manifest(), rows=rows), indent=1)
+    folder = arguments.out / device_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ("boundary.json" if arguments.boundary else "bandwidth.json")).write_text(text)
+    record("bench/roof.py", figures(rows), results=arguments.out)
 
 
 if __name__ == "__main__":

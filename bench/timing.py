@@ -7,11 +7,6 @@ import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 
-def device_name() -> str:
-    """Returns the name of the first device, as its driver gives it."""
-    return jax.devices()[0].device_kind
-
-
 def kernel_times_us(run, *args, name: str, per_call: int = 0, repeats: int = 5) -> list[float]:
     """Returns microseconds of each kernel whose name contains `name`, over some calls of `run`.
 

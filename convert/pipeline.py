@@ -76,7 +76,7 @@ def convert_gguf(
       OSError: not enough room on the disk, or another refusal of the system.
     """
     source = Path(source)
-    target = default_destination(source) if destination is None else Path(destination)
+    target = default_destination(source.absolute()) if destination is None else Path(destination)
     target = target.resolve()
     if force and target.exists() and not is_checkpoint(target):
         raise FileExistsError(f"{target} is not a checkpoint; it is not replaced, even by force")
@@ -185,16 +185,19 @@ def _write_weights(
     writes: collections.deque[Future[None]] = collections.deque()
     written: dict[tuple[str, str], Mapping[str, PlaneEntry]] = {}
 
+    def pack(member: tuple[TensorSource, TensorEntry]) -> Mapping[str, np.ndarray]:
+        planes = _planes(model, member[0])
+        advance(member[0].nbytes)
+        return planes
+
     def write(block: str, leaves: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         for field, planes in write_block(partial, block, leaves).items():
             written[block, field] = planes
 
-    with ThreadPoolExecutor(1, thread_name_prefix="write") as writer:
+    with ThreadPoolExecutor() as packers, ThreadPoolExecutor(1) as writer:
         for block, members in blocks.items():
-            leaves = {}
-            for source, entry in members:
-                leaves[entry.field] = _planes(model, source)
-                advance(source.nbytes)
+            fields = [entry.field for _, entry in members]
+            leaves = dict(zip(fields, packers.map(pack, members), strict=True))
             while writes:
                 writes.popleft().result()
             writes.append(writer.submit(write, block, leaves))

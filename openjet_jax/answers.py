@@ -13,11 +13,15 @@ from jaxtyping import Float, Int
 from openjet_jax.constraint import Constraint
 from openjet_jax.conversation import Conversation
 from openjet_jax.depth import DepthPolicy, parse_depth
+from openjet_jax.dispatches import check_stop_ids
 from openjet_jax.loading import Model
+from openjet_jax.sampling import initial_sampling_state
 from openjet_jax.settings import Sampling, SamplingKind
 from openjet_jax.stats import Stats
 from openjet_jax.stop_strings import StopMatcher
 from openjet_jax.tokenizer import Detokenizer
+
+NOT_FINITE = "the model's logits are not finite: some of its weights are damaged or out of range"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,8 +82,12 @@ class Piece:
         return cls(text="", token_ids=[], logprobs=[], cycles=[], finish_reason=None, stats=stats)
 
 
-def _depth(model: Model, depth: int | str | None) -> DepthPolicy:
-    """Returns the depth policy: as asked, else automatic where the model can draft."""
+def depth_policy(model: Model, depth: int | str | None) -> DepthPolicy:
+    """Returns the policy asked for; for None the automatic one where the model can draft, else 0.
+
+    Raises:
+      ValueError: it is no depth, or asks for drafts that the model cannot make.
+    """
     policy = parse_depth(depth if depth is not None else "auto" if model.config.has_mtp else 0)
     if policy.max_depth and not model.config.has_mtp:
         raise ValueError(f"{depth=} asks for drafts, but {model.without_mtp}; use depth=0")
@@ -132,14 +140,17 @@ def answer_settings(
       ValueError: a setting is off; the message names it, its limit and the way out.
     """
     StopMatcher(stop)
-    if max_new_tokens < 1:
-        raise ValueError(f"{max_new_tokens=} must be at least 1")
+    if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
+        raise ValueError(f"{max_new_tokens=} must be an integer, at least 1")
     if ignore_eos and stop_ids:
         raise ValueError(f"ignore_eos contradicts {stop_ids=}; leave one out")
+    config, sampling = model.config, sampling or Sampling()
     stops = () if ignore_eos else model.tokenizer.stop_ids if stop_ids is None else stop_ids
+    check_stop_ids(stops, config.vocab)
+    initial_sampling_state(sampling, config.vocab, config.vocab_used)  # it checks logit_bias
     return AnswerSettings(
-        sampling=sampling or Sampling(),
-        depth=_depth(model, depth),
+        sampling=sampling,
+        depth=depth_policy(model, depth),
         max_new_tokens=max_new_tokens,
         stop=tuple(stop),
         stop_ids=tuple(stops),
@@ -176,6 +187,8 @@ def answer(
     matcher, stats = StopMatcher(settings.stop), conversation.stats
     detokenizer = Detokenizer(model.tokenizer)
     for burst in bursts:
+        if not np.isfinite(burst.logprobs).all():
+            raise ValueError(NOT_FINITE)
         text, used = "", 0
         for token in burst.token_ids:
             text += matcher.push(detokenizer.push(token))

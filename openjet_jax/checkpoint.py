@@ -5,15 +5,17 @@
     DIR/...             tokenizer and chat template, which this file does not know
 
 A leaf is one plane of one layer's tensor, named `FIELD.PLANE` after its place in `Weights`. Blocks
-are checkpoints of their own, so a conversion holds one at a time. Quantised bytes do not compress:
-chunks are stored raw. `stacks.py` reads the leaves back.
+are checkpoints of their own, so a conversion holds one at a time. A leaf is a Zarr array of one
+chunk, uncompressed (quantised bytes do not shrink): its file is the plane, and is read as such.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,12 @@ import numpy as np
 from openjet_jax.config import ModelConfig
 
 KIND = "openjet-jax checkpoint"
-VERSION = 1
+VERSION = 2
 CONFIG_FILE = "config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 
-CHUNK_BYTES = 16 * 2**20
-"""Most bytes of a stored chunk: several to a large plane, so that they are read in parallel, and
-each far above the cost of finding it."""
+CHECKED_BYTES = 65536
+"""Bytes of the pieces that a checksum tells apart."""
 
 DENSE = "dense"
 """Format of what is not a projection (norms, convolution taps): float32, one plane, `VALUES`."""
@@ -114,19 +115,34 @@ class CheckpointConfig:
 
 
 def checksum(array: np.ndarray) -> str:
-    """Returns 16 hex digits that change with a flipped bit, a zeroed page or a moved piece.
+    """Returns `partial_checksum` of a whole array, as 16 hex digits."""
+    return f"{partial_checksum(np.ascontiguousarray(array).reshape(-1).view(np.uint8), 0):016x}"
 
-    The sum over 64 KiB pieces i of (i + 1) times the piece's sum of 64-bit words, modulo 2**64: as
-    fast as memory, which a digest is not. It finds damage, not forgery.
+
+def partial_checksum(data: np.ndarray, start: int) -> int:
+    """Returns what some bytes add to a checksum modulo 2**64.
+
+    The sum over pieces i of 64 KiB of (2 i + 1) times the sum of the piece's 64-bit words: as fast
+    as memory, which a digest is not. Any flipped bit (factors are odd), zeroed page or moved piece
+    changes it. It finds damage, not forgery.
+
+    Args:
+      data: uint8 [n].
+      start: where they begin in the whole, a multiple of `CHECKED_BYTES`.
     """
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    whole = data.size // 65536 * 65536
-    rest = np.zeros(8192, np.uint64)
+    whole = data.size // CHECKED_BYTES * CHECKED_BYTES
+    rest = np.zeros(-(-(data.size - whole) // 8), np.uint64)
     rest.view(np.uint8)[: data.size - whole] = data[whole:]
-    pieces = data[:whole].view(np.uint64).reshape(-1, 8192)
+    pieces = data[:whole].view(np.uint64).reshape(-1, CHECKED_BYTES // 8)
     sums = np.append(pieces.sum(axis=1), rest.sum())
-    factors = np.arange(1, sums.size + 1, dtype=np.uint64)
-    return f"{int((sums * factors).sum()):016x}"
+    first = 2 * (start // CHECKED_BYTES) + 1
+    factors = np.arange(first, first + 2 * sums.size, 2, dtype=np.uint64)
+    return int((sums * factors).sum())
+
+
+def leaf_file(directory: Path, block: str, field: str, plane: str, ndim: int) -> Path:
+    """Returns the file that holds the bytes of a leaf: the only chunk of its Zarr array."""
+    return directory / "weights" / block / f"{field}.{plane}" / ".".join("0" * ndim)
 
 
 def write_block(
@@ -137,7 +153,10 @@ def write_block(
     Args:
       directory: of the checkpoint.
       block: name of the block, not written before.
-      leaves: planes by name, by field. They must not change until this returns.
+      leaves: planes by name, by field, in C order. They must not change until this returns.
+
+    Raises:
+      CheckpointError: this version of orbax stores arrays in another way.
     """
     import jax
     import orbax.checkpoint as ocp
@@ -147,12 +166,20 @@ def write_block(
         (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
         (jax.Array, ocp.type_handlers.ArrayHandler()),
     )
-    handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False, use_compression=False, type_handler_registry=registry
+    )
     tree = {field: dict(planes) for field, planes in leaves.items()}
-    save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
-    with ocp.Checkpointer(handler) as checkpointer:
-        path = (directory / "weights" / block).absolute()
-        checkpointer.save(path, args=ocp.args.PyTreeSave(tree, save_args=save_args))
+    path = (directory / "weights" / block).absolute()
+    with ocp.Checkpointer(handler) as checkpointer, _without_merge_warning():
+        # Size 0: no limit to a chunk.
+        args = ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=0)
+        checkpointer.save(path, args=args)
+    for field, planes in tree.items():
+        for name, plane in planes.items():
+            file = leaf_file(directory, block, field, name, plane.ndim)
+            if not file.exists() or file.stat().st_size != plane.nbytes:
+                raise CheckpointError(f"{file} is not one raw chunk of {plane.nbytes} bytes")
     return {
         field: {
             name: PlaneEntry(shape=plane.shape, dtype=plane.dtype.name, checksum=checksum(plane))
@@ -160,6 +187,21 @@ def write_block(
         }
         for field, planes in tree.items()
     }
+
+
+@contextlib.contextmanager
+def _without_merge_warning() -> Iterator[None]:
+    """Keeps orbax from warning, for each block, that there are no OCDBT files to merge."""
+    logger = logging.getLogger("absl")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "Skipping merge of OCDBT" not in record.getMessage()
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 def write_config(directory: Path, config: CheckpointConfig) -> CheckpointConfig:

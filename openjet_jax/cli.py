@@ -1,21 +1,40 @@
 """The command line: convert, inspect, generate, chat, and the machine interfaces beside them.
 
-Heavy imports stand inside the commands, so that `--help` and bad arguments answer at once. Every
-expected failure ends in one line on stderr and exit code 2 (bad input) or 1 (could not be done).
+Every expected failure ends in one line on stderr and exit code 2 (bad input) or 1 (could not be
+done). What only one command needs is imported inside it.
 """
 
 import argparse
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
+
+import openjet_jax as oj
+from openjet_jax.arguments import (
+    MODEL,
+    Parser,
+    add_generation,
+    add_model,
+    add_sampling,
+    conversation_of,
+    ids_of,
+    model_of,
+    sampling_of,
+    settings_of,
+    text_of,
+)
+
+_BAD_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 
 
 def _parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="openjet-jax", description="Exact, speculative decoding of GGUF models in JAX."
     )
+    parser.add_argument("--version", action="version", version=oj.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run, text: str) -> argparse.ArgumentParser:
@@ -35,20 +54,20 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="print JSON")
 
     sub = command("generate", _generate, "generate text from a prompt")
-    _model_arguments(sub)
+    add_model(sub)
     source = sub.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", help="text to continue; \\n and \\t are taken as written")
+    source.add_argument("--prompt", help="text to continue; \\n and \\t stand for line end and tab")
     source.add_argument("--prompt-file", type=Path, help="file that holds the text")
     source.add_argument("--message", help="a user message, rendered by the chat template")
     source.add_argument("--tokens", type=Path, help=".npy file of token ids")
-    _generation_arguments(sub, max_new_tokens=256)
+    add_generation(sub, max_new_tokens=256)
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     sub.add_argument("--profile", type=Path, help="write a JAX profiler trace to a directory")
 
     sub = command("chat", _chat, "talk to a model")
-    _model_arguments(sub)
+    add_model(sub)
     sub.add_argument("--system", help="system message")
-    _generation_arguments(sub, max_new_tokens=1024)
+    add_generation(sub, max_new_tokens=1024)
 
     sub = command("serve", _serve, "serve OpenAI's interface and a chat page over HTTP")
     _model_arguments(sub)
@@ -63,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--session-dir", type=Path, help="keep conversations here across restarts")
 
     sub = command("logits", _logits, "write logits at every position of a token sequence")
-    sub.add_argument("model", help="a checkpoint, a .gguf file, or `tiny`")
+    sub.add_argument("model", help=MODEL)
     sub.add_argument("--tokens", type=Path, required=True, help=".npy file of token ids")
     sub.add_argument("--out", type=Path, required=True, help=".npz file to write")
     sub.add_argument("--mtp", action="store_true", help="also the MTP block's logits")
@@ -77,69 +96,26 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="print a JSON list")
 
     sub = command("render", _render, "print the prompt that a conversation renders to")
-    sub.add_argument("model", help="a checkpoint, a .gguf file, or `tiny`")
+    sub.add_argument("model", help=MODEL)
     sub.add_argument("--conversation", type=Path, required=True, help="JSON: messages, tools, kw")
     sub.add_argument("--template", type=Path, help="a chat template in place of the model's")
 
     sub = command("compile", _compile, "make programs ready before the first request")
-    _model_arguments(sub)
-    sub.add_argument("--depths", default="auto", help='comma-separated depths, such as "0,4,auto"')
-    sub.add_argument("--temperature", type=float, default=0.0, help="0 or above: greedy or sampled")
+    add_model(sub)
+    sub.add_argument("--depths", help='comma-separated depths, such as "0,4,auto"')
+    add_sampling(sub)
+
+    sub = command("draft-vocab", _draft_vocab, "count text: its frequent tokens are drafted")
+    sub.add_argument("model", help=MODEL)
+    what = "UTF-8 text, .npy token ids, or what `generate --json` printed"
+    sub.add_argument("files", type=Path, nargs="*", help=what)
+    sub.add_argument("--size", type=int, help="tokens in the list; 32768 by default")
+    sub.add_argument("--draft-head", default="same", help='"same" or "q4", rows of four bits')
+    sub.add_argument("--reset", action="store_true", help="go back to the default list")
 
     sub = command("doctor", _doctor, "show devices, versions, and what will be used and why")
     sub.add_argument("--json", action="store_true", help="print JSON")
     return parser
-
-
-def _model_arguments(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("model", help="a checkpoint, a .gguf file, or `tiny`")
-    sub.add_argument("--context", type=int, help="most positions, prompt and output together")
-    sub.add_argument("--kv-dtype", help="format of the key-value cache: float32 or bfloat16")
-
-
-def _generation_arguments(sub: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
-    sub.add_argument("-n", "--max-new-tokens", type=int, default=max_new_tokens)
-    sub.add_argument("--depth", help='drafts a cycle: 0..5, "4/3" (3 after a rejection), "auto"')
-    sub.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    sub.add_argument("--top-k", type=int, default=0)
-    sub.add_argument("--top-p", type=float, default=1.0)
-    sub.add_argument("--min-p", type=float, default=0.0)
-    sub.add_argument("--repetition-penalty", type=float, default=1.0)
-    sub.add_argument("--presence-penalty", type=float, default=0.0)
-    sub.add_argument("--frequency-penalty", type=float, default=0.0)
-    sub.add_argument("--logit-bias", type=json.loads, default={}, help='JSON: {"id": bias, ...}')
-    sub.add_argument("--seed", type=int, default=0)
-    sub.add_argument("--stop", action="append", default=[], help="string that ends the text")
-    sub.add_argument("--ignore-eos", action="store_true", help="go on past stop tokens")
-    sub.add_argument(
-        "--template-options", type=json.loads, help='JSON: {"enable_thinking": false, ...}'
-    )
-
-
-def _settings(args: argparse.Namespace) -> dict[str, object]:
-    """Returns the arguments of `stream` that options stand for."""
-    from openjet_jax.settings import Sampling
-
-    sampling = Sampling(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
-        logit_bias={int(token): bias for token, bias in args.logit_bias.items()},
-        seed=args.seed,
-    )
-    return {
-        "sampling": sampling,
-        "max_new_tokens": args.max_new_tokens,
-        "depth": args.depth,
-        "stop": args.stop,
-        "ignore_eos": args.ignore_eos,
-        "context": args.context,
-        "kv_dtype": args.kv_dtype,
-    }
 
 
 def _convert(args: argparse.Namespace) -> None:
@@ -156,23 +132,17 @@ def _inspect(args: argparse.Namespace) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    import numpy as np
-
-    import openjet_jax as oj
-
-    settings = _settings(args)
+    settings = settings_of(args)
     if args.message is not None:
-        settings |= {
-            "messages": [{"role": "user", "content": args.message}],
-            "template_options": args.template_options,
-        }
+        settings["messages"] = [{"role": "user", "content": args.message}]
     elif args.tokens is not None:
-        settings["prompt"] = np.load(args.tokens)
+        settings["prompt"] = ids_of(args.tokens)
     elif args.prompt_file is not None:
-        settings["prompt"] = args.prompt_file.read_bytes().decode("utf-8")
+        settings["prompt"] = text_of(args.prompt_file)
     else:
         settings["prompt"] = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
-    model = oj.load(args.model)
+    # What reads the JSON gets accepted counts that the list of a checkpoint does not change.
+    model = model_of(args, "full" if args.json else None)
     if args.profile is not None:
         from openjet_jax.profiling import profiled
 
@@ -181,23 +151,22 @@ def _generate(args: argparse.Namespace) -> None:
     elif args.json:
         out = oj.generate(model, **settings)
     else:
+        pieces, stats = oj.stream(model, **settings), None
         if isinstance(settings.get("prompt"), str):
             print(settings["prompt"], end="", flush=True)
-        stats = None
-        for piece in oj.stream(model, **settings):
+        for piece in pieces:
             print(piece.text, end="", flush=True)
             stats = piece.stats
-        print(f"\n\n{stats}", flush=True)
+        print(flush=True)
+        print(f"\n{stats}", file=sys.stderr)
         return
     print(json.dumps(out.as_dict()) if args.json else out.text)
 
 
 def _chat(args: argparse.Namespace) -> None:
-    import openjet_jax as oj
     from openjet_jax.chat_loop import chat_loop
 
-    settings = _settings(args) | {"template_options": args.template_options}
-    chat_loop(oj.load(args.model), args.system, settings)
+    chat_loop(model_of(args), args.system, settings_of(args))
 
 
 def _serve(args: argparse.Namespace) -> None:
@@ -230,19 +199,18 @@ def _serve(args: argparse.Namespace) -> None:
 def _logits(args: argparse.Namespace) -> None:
     import numpy as np
 
-    import openjet_jax as oj
-    from openjet_jax.scoring import score
-
-    model = oj.load(args.model)
-    arrays = score(model, np.load(args.tokens), mtp=args.mtp)
-    np.savez(args.out, **arrays)
+    if not args.out.parent.is_dir():
+        raise ValueError(f"{args.out}: there is no directory {args.out.parent}; make it first")
+    ids = ids_of(args.tokens)
+    arrays = oj.score(oj.load(args.model), ids, mtp=args.mtp)
+    with open(args.out, "wb") as file:
+        np.savez(file, **arrays)
 
 
 def _tokenize(args: argparse.Namespace) -> None:
     from openjet_jax.loading import load_tokenizer
 
-    text = args.file.read_bytes().decode("utf-8")  # line ends as they are
-    ids = load_tokenizer(args.model).encode(text, special=args.special)
+    ids = load_tokenizer(args.model).encode(text_of(args.file), special=args.special)
     print(json.dumps(ids) if args.json else " ".join(map(str, ids)))
 
 
@@ -250,37 +218,49 @@ def _render(args: argparse.Namespace) -> None:
     from openjet_jax.chat import ChatTemplate
     from openjet_jax.loading import load_template
 
-    conversation = json.loads(args.conversation.read_text(encoding="utf-8"))
+    conversation = conversation_of(args.conversation)
     if args.template is not None:
-        template = ChatTemplate(args.template.read_text(encoding="utf-8"))
+        template = ChatTemplate(text_of(args.template))
     else:
         template = load_template(args.model)
-    options = dict(conversation.get("kw") or {})
-    sys.stdout.write(
-        template.render(conversation["messages"], tools=conversation.get("tools"), **options)
-    )
+    sys.stdout.write(template.render(**conversation))
 
 
 def _compile(args: argparse.Namespace) -> None:
-    import openjet_jax as oj
-    from openjet_jax.depth import parse_depth
+    from openjet_jax.answers import depth_policy
     from openjet_jax.engine import programs_for
-    from openjet_jax.settings import Sampling
 
-    model = oj.load(args.model)
+    kind = sampling_of(args).kind
+    model = model_of(args)
+    depths = [None] if args.depths is None else args.depths.split(",")
+    policies = [depth_policy(model, depth) for depth in depths]
     programs = programs_for(model, args.context, args.kv_dtype)
-    programs.start()
-    for rows in programs.decode.chunks:
-        programs.prefill(rows)
-    kinds = [Sampling().kind]
-    if args.temperature:
-        kinds = [Sampling(temperature=args.temperature, top_k=20).kind]
-    for depth in args.depths.split(","):
-        policy = parse_depth(depth if model.config.has_mtp else 0)
-        for kind in kinds:
-            programs.cycles(kind, policy.max_depth)
+    programs.prepare(
+        programs.start,
+        *(partial(programs.prefill, rows) for rows in programs.decode.chunks),
+        *(partial(programs.cycles, kind, most) for most in {p.max_depth for p in policies}),
+    )
     for event in programs.events:
-        print(f"{event.name:32} {event.seconds:6.2f} s {'compiled' * event.compiled or 'found'}")
+        print(f"{event.name:32} {event.seconds:6.2f} s {'compiled' if event.compiled else 'found'}")
+
+
+def _draft_vocab(args: argparse.Namespace) -> None:
+    from openjet_jax.checkpoint import read_config
+    from openjet_jax.draft_list import DEFAULT_SIZE, counted_list, remove_list, write_list
+    from openjet_jax.loading import checkpoint_of, load_tokenizer
+
+    if args.reset == bool(args.files):
+        raise ValueError("give either files to count or --reset")
+    directory = checkpoint_of(args.model)
+    config = read_config(directory)
+    if not config.model.has_mtp:
+        raise ValueError(f"{directory} has no MTP block and makes no drafts")
+    if args.reset:
+        print("removed" if remove_list(directory) else "there was no list")
+        return
+    size = DEFAULT_SIZE if args.size is None else args.size
+    draft = counted_list(load_tokenizer(directory), args.files, size, args.draft_head)
+    print(f"{write_list(directory, config.hash, draft)}: {draft}")
 
 
 def _doctor(args: argparse.Namespace) -> None:
@@ -296,21 +276,28 @@ def main(argv: list[str] | None = None) -> int:
     Args:
       argv: arguments without the program's name; those of the process by default.
     """
-    args = _parser().parse_args(argv)
     try:
+        args = _parser().parse_args(argv)
         args.run(args)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except ValueError as error:
-        print(f"openjet-jax: {error}", file=sys.stderr)
+    except (ValueError, *_BAD_PATHS) as error:
+        print(f"openjet-jax: {_reason(error)}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"openjet-jax: {error}", file=sys.stderr)
+        print(f"openjet-jax: {_reason(error)}", file=sys.stderr)
         return 1
     return 0
+
+
+def _reason(error: Exception) -> str:
+    """Returns an error in one line, a file's name before what is wrong with it."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
+    return " ".join(str(error).split())
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax._src.config import enable_compilation_cache
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from openjet_jax.config import DecodeConfig, ModelConfig
 from openjet_jax.cycle import cycles
@@ -127,7 +128,8 @@ class Programs:
             most=self.decode.cycles_per_dispatch,
         )
         args = (self.weight_specs, self.state_specs, count)
-        info = CycleInfo(*(0 for _ in dataclasses.fields(CycleInfo)))
+        leaf: Any = 0
+        info = CycleInfo(*(leaf for _ in dataclasses.fields(CycleInfo)))
         out = (self.state_specs, info, 0)
         return self._get(
             f"cycles_{kind.method}{'_adjusted' * kind.adjusted}{'_masked' * kind.masked}"
@@ -198,7 +200,7 @@ class Programs:
         return self._ready[name]
 
     def _make(self, name: str, function, args: tuple, out, donate) -> tuple[Executable, bool]:
-        key = self._key(name, args, donate)
+        key = self._key(name, (args, out), donate)
         payload = self.store.read(key)
         if payload is not None:
             trees = jax.tree.structure((args, {})), jax.tree.structure(out)
@@ -212,19 +214,23 @@ class Programs:
 
         program.__name__ = name
         jitted = jax.jit(program, donate_argnums=() if donate is None else donate)
+        lowered = jitted.lower(*args)
         # What JAX's own cache loaded cannot be serialised again: on a CPU its functions are lost.
+        # Once used, that cache looks at its switch no more until it is reset.
+        compilation_cache.reset_cache()
         with enable_compilation_cache(False):
-            compiled = jitted.lower(*args).compile()
+            compiled = lowered.compile()
+        compilation_cache.reset_cache()
         self.store.write(key, serialize_executable.serialize(compiled)[0])
         return compiled, True
 
-    def _key(self, name: str, args: tuple, donate: int | None) -> str:
-        leaves, tree = jax.tree.flatten(args)
+    def _key(self, name: str, signature: tuple, donate: int | None) -> str:
+        leaves, tree = jax.tree.flatten(signature)
         facts = {
             "name": name,
             "config": dataclasses.asdict(self.config),
             "decode": dataclasses.asdict(self.decode),
-            "shapes": [f"{x.dtype}{list(x.shape)}" for x in leaves],
+            "shapes": [str(x) for x in leaves],
             "tree": str(tree),
             "donate": donate,
             "environment": environment(),

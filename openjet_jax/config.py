@@ -124,16 +124,16 @@ class DecodeConfig:
     def __post_init__(self):
         """Raises ValueError naming the field, the limit and the way out."""
         if self.context < 1:
-            raise ValueError(f"{self.context=} must be at least 1")
+            raise ValueError(f"context={self.context} must be at least 1")
         if self.kv_dtype not in KV_DTYPES:
             raise ValueError(
-                f"{self.kv_dtype=} is not supported; use one of {', '.join(KV_DTYPES)}"
+                f"kv_dtype={self.kv_dtype!r} is not supported; use one of {', '.join(KV_DTYPES)}"
             )
         if (
             not self.chunks
             or any(c < 1 for c in self.chunks)
             or sorted(set(self.chunks)) != list(self.chunks)
         ):
-            raise ValueError(f"{self.chunks=} must be increasing positive sizes")
+            raise ValueError(f"chunks={self.chunks} must be increasing positive sizes")
         if self.cycles_per_dispatch < 1:
-            raise ValueError(f"{self.cycles_per_dispatch=} must be at least 1")
+            raise ValueError(f"cycles_per_dispatch={self.cycles_per_dispatch} must be at least 1")

@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +18,14 @@ from openjet_jax.compiled import Programs
 from openjet_jax.config import MAX_STOP_IDS, DecodeConfig
 from openjet_jax.constraint import Constraint
 from openjet_jax.depth import AutoDepth, DepthPolicy
-from openjet_jax.dispatches import Burst, burst_of, checked_ids, dispatches
+from openjet_jax.dispatches import (
+    Burst,
+    burst_of,
+    check_stop_ids,
+    checked_ids,
+    cycles_of,
+    dispatches,
+)
 from openjet_jax.sampling import initial_sampling_state
 from openjet_jax.settings import Sampling
 from openjet_jax.state import DecodeState, Request
@@ -61,6 +69,14 @@ class Conversation:
         self.stats.ready_s += time.perf_counter() - start
         self.stats.compiled += self.programs.num_compiled - compiled
 
+    def check_room(self, count: int) -> None:
+        """Raises ValueError unless `count` more tokens fit the context."""
+        if len(self.ids) + count > self.decode.context:
+            raise ValueError(
+                f"{len(self.ids) + count} tokens do not fit context={self.decode.context}; "
+                "shorten the text or ask for a larger context"
+            )
+
     def read(self, ids: Sequence[int]) -> None:
         """Reads more tokens: all but the last go through the model, the last is the newest.
 
@@ -86,11 +102,7 @@ class Conversation:
           ValueError: as `read`.
         """
         new = checked_ids(ids, self.programs.config.vocab)
-        if len(self.ids) + len(new) > self.decode.context:
-            raise ValueError(
-                f"{len(self.ids) + len(new)} tokens do not fit context={self.decode.context}; "
-                "shorten the text or ask for a larger context"
-            )
+        self.check_room(len(new))
         known = np.asarray([*self.ids[-1:], *new], np.int32)
         plan = dispatches(self.decode.chunks, self.length, len(known) - 1, borders)
         self.prepare(
@@ -215,12 +227,8 @@ class Conversation:
         Raises:
           ValueError: nothing was read yet, or a limit is exceeded.
         """
-        most = self.decode.cycles_per_dispatch
-        count = most if cycles_per_dispatch is None else cycles_per_dispatch
-        if not 1 <= count <= most:
-            raise ValueError(f"cycles_per_dispatch={count} must be in 1..{most}")
-        if len(set(stop_ids)) > MAX_STOP_IDS:
-            raise ValueError(f"{len(set(stop_ids))} stop ids are too many; at most {MAX_STOP_IDS}")
+        count = cycles_of(self.decode, cycles_per_dispatch)
+        check_stop_ids(stop_ids, self.programs.config.vocab)
         if not self.ids:
             raise ValueError("nothing was read yet: a conversation starts with a prompt")
         kind = sampling.kind
@@ -236,7 +244,9 @@ class Conversation:
             start = time.perf_counter()
             if constraint is not None:
                 self._restrict(constraint)
-            self.state, infos, ran = program(self.weights, self.state, np.int32(count))
+            # The first token is shown as soon as it exists.
+            now = np.int32(count if self.stats.dispatches else 1)
+            self.state, infos, ran = program(self.weights, self.state, now)
             burst = burst_of(*jax.device_get((infos, ran)))
             seconds = time.perf_counter() - start
             remaining -= len(burst.token_ids)
@@ -264,14 +274,15 @@ class Conversation:
         stops = np.full(MAX_STOP_IDS, -1, np.int32)
         unique = sorted(set(stop_ids))
         stops[: len(unique)] = unique
-        request = Request(
-            sampling=chosen,
-            stop_ids=stops,
-            remaining=np.int32(remaining),
-            allowed=self.state.request.allowed,
-            depth=np.int32(depth.depth),
-            depth_after_rejection=np.int32(depth.after_rejection),
-        )
+        operands: dict[str, Any] = {
+            "sampling": chosen,
+            "stop_ids": stops,
+            "remaining": np.int32(remaining),
+            "allowed": self.state.request.allowed,
+            "depth": np.int32(depth.depth),
+            "depth_after_rejection": np.int32(depth.after_rejection),
+        }
+        request = Request(**operands)
         self.state = dataclasses.replace(
             self.state, request=request, num_drafts=np.int32(0), stopped=np.bool_(False)
         )

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from jaxtyping import Int
 
+from openjet_jax.config import MAX_STOP_IDS, DecodeConfig
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Burst:
@@ -41,6 +43,27 @@ def checked_ids(ids: Sequence[int] | np.ndarray, vocab: int) -> Int[np.ndarray, 
     if wrong.size:
         raise ValueError(f"token id {wrong[0]} must be in 0..{vocab - 1}")
     return array.astype(np.int32)
+
+
+def check_stop_ids(ids: Sequence[int], vocab: int) -> None:
+    """Raises ValueError if there are too many stop ids or one is outside the vocabulary."""
+    if len(ids):
+        checked_ids(ids, vocab)
+    if len(set(ids)) > MAX_STOP_IDS:
+        raise ValueError(f"{len(set(ids))} stop ids are too many; at most {MAX_STOP_IDS}")
+
+
+def cycles_of(decode: DecodeConfig, cycles_per_dispatch: int | None) -> int:
+    """Returns how many cycles a dispatch runs: as asked, by default the compiled most.
+
+    Raises:
+      ValueError: more than that are asked for, or none.
+    """
+    most = decode.cycles_per_dispatch
+    count = most if cycles_per_dispatch is None else cycles_per_dispatch
+    if not 1 <= count <= most:
+        raise ValueError(f"{cycles_per_dispatch=} must be in 1..{most}")
+    return count
 
 
 def chunk_sizes(sizes: Sequence[int], count: int) -> list[int]:

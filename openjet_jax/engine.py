@@ -11,7 +11,7 @@ from openjet_jax.compiled import Programs
 from openjet_jax.config import DecodeConfig
 from openjet_jax.constraint import Constraint
 from openjet_jax.conversation import Conversation
-from openjet_jax.dispatches import checked_ids, chunk_sizes
+from openjet_jax.dispatches import checked_ids, chunk_sizes, cycles_of
 from openjet_jax.loading import Model
 from openjet_jax.settings import Sampling
 from openjet_jax.stats import Stats
@@ -51,12 +51,26 @@ def prompt_ids(model: Model, prompt, messages=None, template_options=None) -> li
     if (prompt is None) == (messages is None):
         raise ValueError("give either a prompt or messages")
     if messages is not None:
-        return model.render(messages, **(template_options or {}))
+        return model.render(messages, **_checked_options(template_options))
     if template_options:
         raise ValueError(f"{template_options=} has a meaning for messages only")
+    if not prompt if isinstance(prompt, str) else np.size(prompt) == 0:
+        raise ValueError("the prompt is empty; give at least one token")
     if isinstance(prompt, str):
         return model.tokenizer.encode(prompt)
     return checked_ids(prompt, model.config.vocab).tolist()
+
+
+def _checked_options(options) -> dict:
+    """Returns a template's options as keyword arguments."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping) or "messages" in options:
+        raise ValueError(
+            f"template_options={options!r:.80} must map the template's own variables to values, "
+            "such as {'enable_thinking': False}"
+        )
+    return dict(options)
 
 
 def stream(
@@ -114,6 +128,10 @@ def stream(
     ids = prompt_ids(model, prompt, messages, template_options)
     if conversation is None:
         conversation = Conversation(model.weights, programs_for(model, context, kv_dtype))
+    elif context is not None or kv_dtype is not None:
+        raise ValueError(f"{context=} and {kv_dtype=} are the conversation's own; leave them out")
+    conversation.check_room(len(ids))
+    cycles_of(conversation.decode, cycles_per_dispatch)
     conversation.stats = Stats(ready_s=conversation.stats.ready_s)
     programs, sizes = conversation.programs, chunk_sizes(conversation.decode.chunks, len(ids))
     conversation.prepare(

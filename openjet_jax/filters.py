@@ -24,7 +24,8 @@ def best_candidates(
     """
     rows, vocab = logits.shape
     if vocab <= CANDIDATES**2:
-        return jax.lax.top_k(logits, min(CANDIDATES, vocab))
+        values, index = jax.lax.top_k(logits, min(CANDIDATES, vocab))
+        return values, index
     padding = -vocab % CANDIDATES
     blocks = jnp.pad(logits, ((0, 0), (0, padding)), constant_values=-jnp.inf)
     blocks = blocks.reshape(rows, -1, CANDIDATES)

@@ -22,8 +22,11 @@ from openjet_jax.checkpoint import (
     read_config,
 )
 from openjet_jax.config import DecodeConfig, ModelConfig
+from openjet_jax.draft_list import DraftList, DraftVocab, chosen_list
+from openjet_jax.draft_vocabulary import with_draft_head
 from openjet_jax.program_store import cache_directory
 from openjet_jax.stacks import load_weights
+from openjet_jax.tiling import resolve_backend, tiled_weights
 from openjet_jax.tokenizer import Tokenizer
 from openjet_jax.weights import Weights
 
@@ -46,6 +49,8 @@ class Model:
       facts: what its file says of itself: name, licence, recommended sampling.
       hash: SHA-256 that names the checkpoint.
       directory: of the checkpoint.
+      backend: "mosaic" or "reference".
+      draft: the tokens it drafts over, or None where it has no MTP block.
       programs: compiled programs by the shapes they are for.
     """
 
@@ -57,6 +62,8 @@ class Model:
     facts: Mapping[str, Any]
     hash: str
     directory: Path
+    backend: str
+    draft: DraftList | None = None
     programs: dict[DecodeConfig, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -77,31 +84,63 @@ class Model:
         return render_ids(self.tokenizer, self.template, messages, **options)
 
 
-def load(name: str | os.PathLike[str]) -> Model:
+def load(
+    name: str | os.PathLike[str],
+    *,
+    backend: str = "auto",
+    draft_vocab: DraftVocab = None,
+    draft_head: str | None = None,
+) -> Model:
     """Returns a model with its weights on the device.
 
     Args:
       name: a checkpoint's directory; a .gguf file, converted first unless that was done before; or
         `tiny`, the bundled model.
+      backend: "mosaic" runs the kernels for sm_90 GPUs, "reference" plain `jax.numpy`; "auto" takes
+        the kernels where they run.
+      draft_vocab: the tokens that drafts are made of: "full", "default" (32,768 tokens, see
+        `draft_list.frequent_ids`), the size of such a list, or token ids. By default the list that
+        `openjet-jax draft-vocab` wrote into the checkpoint, else the full vocabulary up to 32,768
+        tokens and the default list above that. It changes speed and never text.
+      draft_head: "same" copies the listed rows of the head as they are, "q4" rounds them to four
+        bits; by default what the checkpoint's list says, else "same".
 
     Raises:
       CheckpointError: the checkpoint is missing, damaged, or of another version.
-      ValueError: the .gguf is not a sound model of a supported kind.
+      ValueError: the .gguf is not a sound model of a supported kind; or drafts are asked for that
+        cannot be made.
       OSError: the system refuses, or the disk has not enough room.
     """
+    backend = resolve_backend(backend)
     directory = checkpoint_of(name)
     config = read_config(directory)
+    tokenizer = _saved_tokenizer(directory)
+    draft = None
+    if config.model.has_mtp:
+        draft = chosen_list(directory, config.hash, tokenizer, draft_vocab, draft_head)
+    elif (draft_vocab, draft_head) != (None, None):
+        raise ValueError(
+            f"{directory.name} has no MTP block and makes no drafts; leave out {draft_vocab=} and "
+            f"{draft_head=}"
+        )
     _, weights = load_weights(directory)
+    if draft is not None:
+        vocab = config.model.vocab
+        weights = with_draft_head(weights, draft.head_rows(vocab), vocab, draft.head)
+    if backend == "mosaic":
+        weights = tiled_weights(weights)
     template = directory / TEMPLATE_FILE
     return Model(
         config=config.model,
         weights=weights,
-        tokenizer=_saved_tokenizer(directory),
+        tokenizer=tokenizer,
         template=ChatTemplate(template.read_text(encoding="utf-8")) if template.exists() else None,
         notes=config.notes,
         facts=config.provenance["facts"],
         hash=config.hash,
         directory=directory,
+        backend=backend,
+        draft=draft,
     )
 
 
@@ -164,9 +203,9 @@ def located(name: str | os.PathLike[str]) -> Path:
         return _TINY_FILE
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path.absolute()
-    what = "no such file or directory" if not path.exists() else "neither"
+    what = "is no .gguf file" if path.exists() else "does not exist"
     raise CheckpointError(
-        f"{path}: {what}; give a checkpoint's directory, a .gguf file, or `{TINY}`"
+        f"{path} {what}; give a checkpoint's directory, a .gguf file, or `{TINY}`"
     )
 
 

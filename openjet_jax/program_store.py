@@ -6,13 +6,13 @@ SHA-256 is checked first, and programs never live inside a checkpoint that peopl
 
 import functools
 import hashlib
+import importlib.metadata
 import os
 import pathlib
 import platform
 import sys
 
 import jax
-import jaxlib
 
 PACKAGES = ("openjet_jax", "pallas_kernels")
 
@@ -52,7 +52,7 @@ def environment() -> dict[str, str]:
     return {
         "code": code_version(),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "python": platform.python_version(),
         "device": f"{device.platform} {device.device_kind}",
         "runtime": str(device.client.platform_version),

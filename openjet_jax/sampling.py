@@ -157,7 +157,7 @@ def restrict(
 
 
 def gumbel(
-    seed: UInt[Array, "2"], positions: Int[Array, "*shape"], ids: Int[Array, "*shape"]
+    seed: UInt[Array, "2"], positions: Int[Array, "*#shape"], ids: Int[Array, "*#shape"]
 ) -> Float[Array, "*shape"]:
     """Returns standard Gumbel noise, a function of (seed, position, token id) and nothing else.
 

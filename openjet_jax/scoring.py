@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from openjet_jax.answers import NOT_FINITE
 from openjet_jax.dispatches import checked_ids, chunk_sizes
 from openjet_jax.engine import programs_for
 from openjet_jax.loading import Model
@@ -24,17 +25,21 @@ def score(model: Model, ids: Sequence[int] | np.ndarray, *, mtp: bool = False) -
       token i + 1 and the trunk's hidden row i, and predicts token i + 2.
 
     Raises:
-      ValueError: ids are empty, too many, or outside the vocabulary; or there is no MTP block.
+      ValueError: ids are empty, too many, or outside the vocabulary; or there is no MTP block; or
+        logits are not finite, since the weights are damaged.
     """
     known = checked_ids(ids, model.config.vocab)
     if mtp and not model.config.has_mtp:
         raise ValueError(f"mtp_logits: {model.without_mtp}")
     if mtp and len(known) < 2:
         raise ValueError("mtp_logits need at least two tokens")
+    if len(known) > model.config.context:
+        raise ValueError(
+            f"{len(known)} tokens are more than the {model.config.context} positions the model "
+            "knows; score a shorter sequence"
+        )
     context = max(256, 1 << (len(known) - 1).bit_length())
-    programs = programs_for(model, min(context, max(len(known), model.config.context)))
-    if len(known) > programs.decode.context:
-        raise ValueError(f"{len(known)} tokens do not fit context={programs.decode.context}")
+    programs = programs_for(model, min(context, model.config.context))
     state, at = programs.start()(), 0
     hidden, logits, mtp_rows = [], [], []
     for rows in chunk_sizes(programs.decode.chunks, len(known)):
@@ -44,8 +49,9 @@ def score(model: Model, ids: Sequence[int] | np.ndarray, *, mtp: bool = False) -
         logits.append(np.asarray(programs.logits(rows)(model.weights, out))[:count])
         hidden.append(np.asarray(out)[:count])
         at += count
+    arrays = {"logits": _finite(logits)}
     if not mtp:
-        return {"logits": np.concatenate(logits)}
+        return arrays
     kv, at, before = programs.start()().mtp_kv, 1, np.concatenate(hidden)
     for rows in chunk_sizes(programs.decode.chunks, len(known) - 1):
         count = min(rows, len(known) - at)
@@ -56,7 +62,15 @@ def score(model: Model, ids: Sequence[int] | np.ndarray, *, mtp: bool = False) -
         kv, out = run(model.weights, kv, chunk, past, np.int32(at), np.int32(count))
         mtp_rows.append(np.asarray(out)[:count])
         at += count
-    return {"logits": np.concatenate(logits), "mtp_logits": np.concatenate(mtp_rows)}
+    return arrays | {"mtp_logits": _finite(mtp_rows)}
+
+
+def _finite(rows: list[np.ndarray]) -> np.ndarray:
+    """Returns chunks of logits as one array."""
+    joined = np.concatenate(rows)
+    if not np.isfinite(joined).all():
+        raise ValueError(NOT_FINITE)
+    return joined
 
 
 def _padded(ids: np.ndarray, size: int) -> np.ndarray:

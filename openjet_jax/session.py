@@ -21,12 +21,11 @@ import numpy as np
 from openjet_jax.answers import AnswerSettings, Generation, Piece, answer, answer_settings, joined
 from openjet_jax.checkpoint_store import CheckpointBudget, CheckpointStore
 from openjet_jax.conversation import Conversation
-from openjet_jax.dispatches import checked_ids
+from openjet_jax.dispatches import checked_ids, cycles_of
 from openjet_jax.engine import Prompt, programs_for, prompt_ids
 from openjet_jax.loading import Model
 from openjet_jax.prefix_cache import PrefixCache, root_of
 from openjet_jax.session_file import opened_session, save_session
-from openjet_jax.session_format import SessionFileError
 from openjet_jax.session_memory import Reuse, SessionFacts, SessionMemory
 from openjet_jax.stats import Stats
 from openjet_jax.token_splice import spliced
@@ -75,8 +74,9 @@ class Session:
         self.model = model
         conversation = Conversation(model.weights, programs_for(model, context, kv_dtype))
         root = root_of(isolation_key or "", model.hash, conversation.decode.kv_dtype)
+        marks = frozenset(model.tokenizer.control_tokens.values())
         store = CheckpointStore(budget or CheckpointBudget())
-        self._memory = SessionMemory(conversation, store, checkpoint_every, prefixes, root)
+        self._memory = SessionMemory(conversation, store, checkpoint_every, prefixes, root, marks)
         self._ids: list[int] = []
         self._answer_start = 0
         self._open: Generator | None = None
@@ -96,17 +96,12 @@ class Session:
             fit the context. Nothing large is allocated before all of it is checked.
         """
         with opened_session(path, model) as file:
-            header = file.header
-            session = cls(
-                model, **{"context": header.context, **settings, "kv_dtype": header.kv_dtype}
-            )
-            if max(header.history, header.known) > session._context:
-                raise SessionFileError(
-                    f"{path}: its {max(header.history, header.known)} tokens do not fit context="
-                    f"{session._context}; ask for a larger context"
-                )
+            context = settings.pop("context", None) or file.header.context
+            file.check_context(context)
+            kv_dtype = file.header.kv_dtype
+            session = cls(model, context=context, kv_dtype=kv_dtype, **settings)
             file.load(session._memory)
-        session._ids, session._answer_start = file.ids, header.answer_start
+        session._ids, session._answer_start = file.ids, file.header.answer_start
         return session
 
     @property
@@ -136,11 +131,7 @@ class Session:
         return len(ids)
 
     def replace(self, prompt: Prompt) -> None:
-        """Makes the history exactly this text or these ids; what it shares with the old is kept.
-
-        Raises:
-          ValueError: as `append`.
-        """
+        """Makes the history this text or these ids; what it shares with the old stays read."""
         self._become(prompt_ids(self.model, prompt))
 
     def converse(
@@ -179,19 +170,11 @@ class Session:
         self._become(self._ids[:length])
 
     def reusable(self, ids: Sequence[int] | np.ndarray) -> int:
-        """Returns how many tokens `replace(ids)` would not read again; changes nothing.
-
-        The prefix cache is looked at too, under this session's key alone.
-        """
-        self._end_stream()
+        """Returns how many tokens `replace(ids)` would not have to read; changes nothing."""
         return self._memory.source(checked_ids(ids, self.model.config.vocab).tolist()).kept
 
     def read(self) -> Reuse:
-        """Reads what is unread, and returns (also in `reuse`) what was kept and what was read.
-
-        Raises:
-          ValueError: the history is empty.
-        """
+        """Reads what is unread, and returns (also in `reuse`) what was kept and what was read."""
         for _ in self.reading():
             pass
         return self.reuse
@@ -226,6 +209,7 @@ class Session:
           ValueError: the history is empty or full, or a setting is off.
         """
         checked = answer_settings(self.model, **settings)
+        cycles_of(self._memory.conversation.decode, checked.cycles_per_dispatch)
         self._begin()
         if len(self._ids) >= self._context:
             raise ValueError(
@@ -240,10 +224,7 @@ class Session:
         return joined(self.stream(continued=continued, **settings))
 
     def fork(self) -> "Session":
-        """Returns a session with the same history; neither sees what the other does next.
-
-        Caches and state are copied on the device; checkpoints, which never change, are shared.
-        """
+        """Returns a session with the same history, in device memory of its own."""
         self._end_stream()
         self._memory.mend()
         twin = copy.copy(self)
@@ -256,10 +237,10 @@ class Session:
         self._memory.publish()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the session to a file, readable by its owner alone; the old file stays until then.
+        """Writes the session to a file, readable by its owner alone; a killed save leaves the old.
 
         Raises:
-          OSError: the system refuses, the disk is full, or another process saves to this path.
+          OSError: the system refuses, or another process saves to this path.
         """
         self._end_stream()
         self._memory.mend()
@@ -267,7 +248,6 @@ class Session:
 
     def inspect(self) -> SessionFacts:
         """Returns counts and bytes."""
-        self._end_stream()
         return self._memory.facts(self._ids)
 
     def close(self) -> None:
@@ -323,5 +303,6 @@ class Session:
         self._answer_start = self._answer_start if continued else len(self._ids)
         for piece in answer(self.model, conversation, settings, self._answer_start):
             self._ids += piece.token_ids
-            self._memory.after_burst()
+            if piece.finish_reason is None:
+                self._memory.after_burst()
             yield piece

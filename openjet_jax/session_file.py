@@ -166,13 +166,21 @@ class SavedSession:
         size = os.fstat(file.fileno()).st_size
         if len(self.header.sha256) != len(self._plan) or size != self._at[-1]:
             raise SessionFileError(
-                f"it has {size} bytes where {self._at[-1]} should be; it was cut"
+                f"it has {size} bytes, not {self._at[-1]}; it was cut or damaged"
             )
         for index, digest in enumerate(self.header.sha256):
             if self._digest(index) != digest:
                 leaf = self._plan[index]
                 raise SessionFileError(f"its checksum of {leaf.place}{leaf.name} differs")
         self.ids, self._known = self._tokens(0), self._tokens(1)
+
+    def check_context(self, context: int) -> None:
+        """Raises SessionFileError unless the session fits a context."""
+        tokens = max(self.header.history, self.header.known)
+        if tokens > context:
+            raise SessionFileError(
+                f"{self._file.name}: {tokens} tokens do not fit {context=}; ask for a larger one"
+            )
 
     def load(self, memory: SessionMemory) -> None:
         """Fills the memory of a new session."""
@@ -265,7 +273,7 @@ def opened_session(path: str | os.PathLike[str], model: Model) -> Iterator[Saved
       OSError: it cannot be opened.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(os.open(path, flags), "rb") as file:
+    with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
         try:
             saved = SavedSession(file, model)
         except SessionFileError as error:

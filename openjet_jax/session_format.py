@@ -11,6 +11,7 @@ are stored position by position, cut to the length of the text.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -132,6 +133,7 @@ class Leaf:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
+@functools.cache
 def state_specs(config: ModelConfig, kv_dtype: str) -> tuple[Any, Any]:
     """Returns the shapes of a block of the caches and of a checkpoint."""
     decode = DecodeConfig(context=1, kv_dtype=kv_dtype)

@@ -7,13 +7,14 @@ cut, never copied, except for blocks that come from the prefix cache.
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 
 from openjet_jax.checkpoint_store import CheckpointFacts, CheckpointStore, Kind, nbytes_of
-from openjet_jax.config import ROWS
+from openjet_jax.config import MAX_DEPTH
 from openjet_jax.conversation import Conversation
 from openjet_jax.prefix_cache import Prefix, PrefixCache
 from openjet_jax.state_checkpoints import StateCheckpoint
@@ -94,6 +95,7 @@ class SessionMemory:
         every: int,
         prefixes: PrefixCache | None,
         root: bytes,
+        marks: Collection[int],
     ):
         """Takes an empty conversation.
 
@@ -103,9 +105,11 @@ class SessionMemory:
           every: most positions between two of them.
           prefixes: shared with other sessions, or None.
           root: where the chains of this session's prefixes begin.
+          marks: ids that begin and end turns.
         """
         self.conversation, self.checkpoints, self.reuse = conversation, checkpoints, Reuse()
         self._every, self._prefixes, self._root = every, prefixes, root
+        self._marks = marks
         self._taken = 0
 
     def source(self, ids: list[int]) -> Source:
@@ -140,7 +144,7 @@ class SessionMemory:
         new, parting = ids[len(conversation.ids) :], self._parting(source, ids)
         if new and source.kind == "live":
             self._take("turn")
-        borders = {parting, *self._borders(source, len(ids) - 1)}
+        borders = {parting, *self._borders(source, ids)}
         for _ in conversation.reading(new, borders) if new else ():
             if conversation.length == parting:
                 self.publish()
@@ -152,8 +156,8 @@ class SessionMemory:
 
     def after_burst(self) -> None:
         """Takes a checkpoint if the next dispatch might run past where one is due."""
-        cycles = self.conversation.decode.cycles_per_dispatch
-        if self.conversation.length + cycles * ROWS > self._taken + self._every:
+        most = self.conversation.decode.cycles_per_dispatch * (MAX_DEPTH + 1)
+        if self.conversation.length + most > self._taken + self._every:
             self._take("interval")
 
     def publish(self) -> None:
@@ -231,10 +235,17 @@ class SessionMemory:
         self.checkpoints.drop_after(-1)
         self._taken = 0
 
-    def _borders(self, source: Source, end: int) -> list[int]:
-        """Returns where to take checkpoints on the way: at intervals, and where an edit began."""
-        edited = [source.common] if source.kind == "checkpoint" else []
-        return edited + list(range(self._taken + self._every, end, self._every))
+    def _borders(self, source: Source, ids: list[int]) -> list[int]:
+        """Returns where to take checkpoints on the way.
+
+        At intervals; where an edit began; and before the last mark, where the model's own turn
+        begins: many templates drop what that turn thought once it is history.
+        """
+        borders = list(range(self._taken + self._every, len(ids), self._every))
+        if source.kind == "checkpoint":
+            borders.append(source.common)
+        marked = (at for at in range(len(ids) - 1, source.kept, -1) if ids[at] in self._marks)
+        return borders + list(itertools.islice(marked, 1))
 
     def _parting(self, source: Source, ids: list[int]) -> int:
         """Returns where a new text parts from an earlier one, 0 where none does or it is known."""

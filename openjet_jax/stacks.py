@@ -1,24 +1,24 @@
 """From the leaves of a checkpoint to `Weights`: each plane of each layer read into its stack.
 
-Leaves are read through TensorStore, which is what orbax writes with, straight into the memory where
-they stay; orbax itself would restore each into fresh memory, to be copied once more. On a CPU the
-filled stack becomes the device's array as it is, elsewhere it is sent in one piece. So memory peaks
-at the weights (on the host of an accelerator, at the largest stack), and nothing is compiled.
+Leaves are read by several threads straight into the memory where they stay; orbax would restore
+each into fresh memory, to be copied once more. On a CPU the filled stack becomes the device's array
+as it is, elsewhere it is sent in one piece. So memory peaks at the weights (on the host of an
+accelerator, at the largest stack), and nothing is compiled.
 """
 
 import collections
 import dataclasses
 import math
+import os
 import types
 import typing
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
-import tensorstore as ts
 
 from openjet_jax.checkpoint import (
     CONFIG_FILE,
@@ -26,7 +26,8 @@ from openjet_jax.checkpoint import (
     CheckpointConfig,
     CheckpointError,
     TensorEntry,
-    checksum,
+    leaf_file,
+    partial_checksum,
     read_config,
 )
 from openjet_jax.config import ModelConfig
@@ -35,6 +36,12 @@ from pallas_kernels.formats import FORMATS
 
 READ_AHEAD_BYTES = 512 * 2**20
 """Host memory that may be in flight, beside the stack being sent."""
+
+PART_BYTES = 64 * 2**20
+"""Read by one thread."""
+
+PIECE_BYTES = 2**20
+"""Read at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,26 +79,25 @@ def load_weights(directory: Path) -> tuple[ModelConfig, Weights]:
     """
     config = read_config(directory)
     stacks, tree = jax.tree.flatten(_layout(config))
-    context = ts.Context({"cache_pool": {"total_bytes_limit": 64 * 2**20}})
     loaded: list[jax.Array] = []
-    reading: collections.deque[tuple[np.ndarray, list[Future[None]]]] = collections.deque()
+    reading: collections.deque[tuple[np.ndarray, list[_LeafReading]]] = collections.deque()
 
     def send() -> None:
-        array, parts = reading.popleft()
-        for part in parts:
-            part.result()
+        array, leaves = reading.popleft()
+        for leaf in leaves:
+            leaf.finish()
         loaded.append(jax.device_put(array, may_alias=True).block_until_ready())
 
     pool = ThreadPoolExecutor(thread_name_prefix="restore")
     try:
         for stack in stacks:
             array = _empty(stack.spec.shape, stack.spec.dtype)
-            parts = array if stack.stacked else array[None]
-            jobs = [
-                pool.submit(_read, directory, entry, stack.plane, part, context)
-                for entry, part in zip(stack.entries, parts, strict=True)
+            slots = array if stack.stacked else array[None]
+            leaves = [
+                _LeafReading(pool, directory, entry, stack.plane, slot)
+                for entry, slot in zip(stack.entries, slots, strict=True)
             ]
-            reading.append((array, jobs))
+            reading.append((array, leaves))
             while sum(array.nbytes for array, _ in reading) > READ_AHEAD_BYTES:
                 send()
         while reading:
@@ -109,30 +115,59 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def _read(
-    directory: Path, entry: TensorEntry, plane: str, target: np.ndarray, context: ts.Context
-) -> None:
-    """Fills `target` with one stored plane."""
-    leaf = f"{entry.field}.{plane}"
-    path = (directory / "weights" / entry.block).absolute()
-    # Chunks are copied once, out of the page cache: with reads into a buffer between, half as fast.
-    base = {"driver": "file", "path": f"{path}/", "file_io_mode": {"mode": "memmap"}}
-    kvstore = {"driver": "ocdbt", "base": base, "path": f"{leaf}/"}
-    try:
-        store = ts.open({"driver": "zarr", "kvstore": kvstore}, open=True, context=context).result()
-        if store.shape != target.shape or store.dtype.numpy_dtype != target.dtype:
-            raise ValueError(f"it holds {store.dtype.name}{list(store.shape)}")
-        ts.array(target, copy=False).write(store).result()
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path}: cannot read {leaf} of {entry.name}: {error}; the checkpoint is incomplete or "
-            "damaged, convert the model again"
-        ) from error
-    if checksum(target) != entry.planes[plane].checksum:
-        raise CheckpointError(
-            f"{path}: {leaf} of {entry.name} is not what was written (checksum differs); the "
-            "checkpoint is damaged, convert the model again"
+class _LeafReading:
+    """One stored plane on its way into its slot."""
+
+    def __init__(
+        self,
+        pool: ThreadPoolExecutor,
+        directory: Path,
+        entry: TensorEntry,
+        plane: str,
+        slot: np.ndarray,
+    ):
+        """Starts reading."""
+        self.entry, self.plane = entry, plane
+        self.path = leaf_file(directory, entry.block, entry.field, plane, slot.ndim)
+        data = slot.reshape(-1).view(np.uint8)
+        self.parts = [
+            pool.submit(_read, self.path, data, start) for start in range(0, data.size, PART_BYTES)
+        ]
+
+    def finish(self) -> None:
+        """Waits until everything is read.
+
+        Raises:
+          CheckpointError: the file is missing, or not as it was written.
+        """
+        try:
+            total = sum(part.result() for part in self.parts) % 2**64
+        except OSError as error:
+            raise self._error(f"cannot be read ({error.strerror or error})") from error
+        if f"{total:016x}" != self.entry.planes[self.plane].checksum:
+            raise self._error("is not what was written (its checksum differs)")
+
+    def _error(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path}: the {self.plane} of {self.entry.name} {what}; the checkpoint is "
+            "incomplete or damaged, convert the model again"
         )
+
+
+def _read(path: Path, data: np.ndarray, start: int) -> int:
+    """Fills a part of `data` from a file of its size, and returns the part's checksum."""
+    total, stop = 0, min(start + PART_BYTES, data.size)
+    with open(path, "rb", buffering=0) as file:
+        if (size := os.fstat(file.fileno()).st_size) != data.size:
+            raise OSError(f"it has {size} bytes, not {data.size}")
+        file.seek(start)
+        # What was just read is summed while it is in the processor's cache.
+        for at in range(start, stop, PIECE_BYTES):
+            piece = data[at : min(at + PIECE_BYTES, stop)]
+            if file.readinto(piece) != piece.size:
+                raise OSError("it ended early")
+            total += partial_checksum(piece, at)
+    return total
 
 
 def _layout(config: CheckpointConfig) -> Weights:

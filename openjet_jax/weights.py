@@ -8,7 +8,7 @@ a layer loop is one program however deep the model. Nothing here knows where wei
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.packed import Planes
@@ -39,14 +39,7 @@ class Packed(eqx.Module):
             }
             return FORMATS[self.formats[index]].unpack(planes)
 
-        if isinstance(layer, int):
-            return unpack(*self.table[layer])
-        if len(self.stacks) == 1:
-            return unpack(0, layer)
-        stack = jnp.array([s for s, _ in self.table])[layer]
-        slot = jnp.array([s for _, s in self.table])[layer]
-        branches = [lambda slot, i=i: unpack(i, slot) for i in range(len(self.stacks))]
-        return jax.lax.switch(stack, branches, slot)
+        return _by_format(unpack, self.table, len(self.stacks), layer)
 
     def row_planes(self, ids: Int[Array, " n"], layer: int = 0) -> Planes:
         """Returns the packed planes of some rows of one layer's matrix, [n, per row] each."""
@@ -62,16 +55,87 @@ class Packed(eqx.Module):
         return self.unpack(self.row_planes(ids, layer), layer)
 
 
+class Tiled(eqx.Module):
+    """One projection in the order in which the decode kernels of an sm_90 GPU read it.
+
+    Attributes:
+      stacks: for each format in use, its words [layers with that format, units, words a unit].
+      formats, table, shape: as in `Packed`.
+      packed: the same matrix by rows, kept only where rows of it are looked up.
+    """
+
+    stacks: tuple[UInt[Array, "layers units words"], ...]
+    formats: tuple[str, ...] = eqx.field(static=True)
+    table: tuple[tuple[int, int], ...] = eqx.field(static=True)
+    shape: tuple[int, int] = eqx.field(static=True)
+    packed: Packed | None = None
+
+    def row_planes(self, ids: Int[Array, " n"], layer: int = 0) -> Planes:
+        """Returns the packed planes of some rows of one layer's matrix, [n, per row] each.
+
+        Raises:
+          ValueError: the rows were not kept.
+        """
+        if self.packed is None:
+            raise ValueError(
+                f"the rows of this {self.shape} matrix were not kept when it was tiled"
+            )
+        return self.packed.row_planes(ids, layer)
+
+    def unpack(self, planes: Planes, layer: int = 0) -> Float[Array, "n k"]:
+        """Returns the float32 values of planes that are in the format of one layer."""
+        return FORMATS[self.formats[self.table[layer][0]]].unpack(planes)
+
+    def product(self, x: Float[Array, "n k"], layer: Int[Array, ""] | int) -> Array:
+        """Returns `x @ W[layer].T` in float32, rows by sixteen where there are more than eight."""
+        # Mosaic takes a second to import, and only an sm_90 GPU needs it.
+        from pallas_kernels.decode_blocks import BLOCKS
+        from pallas_kernels.decode_product import decode_product, default_tiles, prepare
+
+        slab = 8 if x.shape[0] <= 8 else 16
+        slabs = jnp.pad(x, ((0, -x.shape[0] % slab), (0, 0))).reshape(-1, slab, x.shape[1])
+
+        def run(index: int, slot) -> Array:
+            block, words = BLOCKS[self.formats[index]], self.stacks[index]
+            tiles = default_tiles(block, *self.shape, rows=slab)
+            at = jnp.reshape(jnp.asarray(slot, jnp.int32), 1)
+
+            def one(rows):
+                return decode_product(prepare(rows, block), words, at, block, tiles)
+
+            out = one(slabs[0])[None] if len(slabs) == 1 else jax.lax.map(one, slabs)
+            return out.reshape(-1, out.shape[-1])[: x.shape[0]]
+
+        return _by_format(run, self.table, len(self.stacks), layer)
+
+
+def _by_format(run, table: tuple[tuple[int, int], ...], num_stacks: int, layer) -> Array:
+    """Returns `run(stack, slot)` of a layer; a traced layer goes through a switch over formats."""
+    if isinstance(layer, int):
+        return run(*table[layer])
+    if num_stacks == 1:
+        return run(0, layer)
+    stack = jnp.array([s for s, _ in table])[layer]
+    slot = jnp.array([s for _, s in table])[layer]
+    branches = [lambda slot, i=i: run(i, slot) for i in range(num_stacks)]
+    return jax.lax.switch(stack, branches, slot)
+
+
+Projection = Packed | Tiled
+
+
 def project(
-    x: Float[Array, "n k"], weight: Packed, layer: Int[Array, ""] | int = 0
+    x: Float[Array, "n k"], weight: Projection, layer: Int[Array, ""] | int = 0
 ) -> Float[Array, "n rows"]:
     """Returns `x @ W[layer].T` in float32.
 
     Args:
       x: activations.
-      weight: the packed projection.
+      weight: the packed projection, or its tiled form, which picks the kernel.
       layer: position among the layers that have this projection; may be traced.
     """
+    if isinstance(weight, Tiled):
+        return weight.product(x, layer)
     return jnp.matmul(x, weight.dense(layer).T, precision="highest")
 
 
@@ -79,19 +143,19 @@ class FeedForwardWeights(eqx.Module):
     """SwiGLU blocks: `down(silu(gate h) * up h)` with `h = rms_norm(x, norm)`."""
 
     norm: Float[Array, "layers hidden"]
-    gate: Packed
-    up: Packed
-    down: Packed
+    gate: Projection
+    up: Projection
+    down: Projection
 
 
 class AttentionWeights(eqx.Module):
     """Gated full attention. Rows of `q` are, per head, the query and then its gate."""
 
     norm: Float[Array, "layers hidden"]
-    q: Packed
-    k: Packed
-    v: Packed
-    out: Packed
+    q: Projection
+    k: Projection
+    v: Projection
+    out: Projection
     q_norm: Float[Array, "layers head_width"]
     k_norm: Float[Array, "layers head_width"]
 
@@ -100,15 +164,15 @@ class DeltaNetWeights(eqx.Module):
     """Gated DeltaNet layers. Value heads stand in the file's tiled order."""
 
     norm: Float[Array, "layers hidden"]
-    qkv: Packed
-    gate: Packed
-    alpha: Packed
-    beta: Packed
+    qkv: Projection
+    gate: Projection
+    alpha: Projection
+    beta: Projection
     conv: Float[Array, "layers channels taps"]
     dt_bias: Float[Array, "layers value_heads"]
     decay: Float[Array, "layers value_heads"]
     gate_norm: Float[Array, "layers gdn_width"]
-    out: Packed
+    out: Projection
 
 
 class DraftHead(eqx.Module):
@@ -120,9 +184,14 @@ class DraftHead(eqx.Module):
       member: whether a token id has a row here.
     """
 
-    head: Packed
+    head: Projection
     ids: Int[Array, " rows"]
     member: Bool[Array, " vocab"]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every token has a row."""
+        return self.ids.shape == self.member.shape
 
 
 class MtpWeights(eqx.Module):
@@ -134,12 +203,12 @@ class MtpWeights(eqx.Module):
 
     embed_norm: Float[Array, " hidden"]
     hidden_norm: Float[Array, " hidden"]
-    join: Packed
+    join: Projection
     attention: AttentionWeights
     ffn: FeedForwardWeights
     head_norm: Float[Array, " hidden"]
     embedding: Packed | None
-    head: Packed | None
+    head: Projection | None
     draft: DraftHead | None = None
 
 
@@ -151,5 +220,5 @@ class Weights(eqx.Module):
     attention: AttentionWeights | None
     ffn: FeedForwardWeights
     final_norm: Float[Array, " hidden"]
-    head: Packed
+    head: Projection
     mtp: MtpWeights | None

@@ -9,14 +9,16 @@ nothing but that row, and on the cut.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx
-from pallas_kernels.decode_blocks import ROWS, WEIGHTS
+from pallas_kernels.decode_blocks import ROWS, WEIGHTS, Block
+
+type Epilogue = Literal["none", "silu_gate"]
 
 _RUN = 32
 _STAGE_BLOCKS = 4  # one for each warp of a warpgroup
@@ -30,91 +32,145 @@ class Tiles:
     Attributes:
       warpgroups: consumers in a block of threads, 1 to 4.
       stages: stages of each consumer's ring, of four blocks of weights each.
-      cluster: blocks of threads that share a unit, each with a part of K.
-      grid: blocks of threads, a multiple of `cluster`.
+      parts: blocks of threads that share a unit, each with a part of K.
+      sharers: blocks of threads that fetch their activations together, by multicast.
+      grid: blocks of threads, a multiple of `parts * sharers`, the size of a cluster.
       overlap: fill the rings before the previous kernel has ended (programmatic dependent
         launch); then no kernel may write the layer index.
     """
 
     warpgroups: int = 3
-    stages: int = 4
-    cluster: int = 1
+    stages: int = 2
+    parts: int = 1
+    sharers: int = 1
     grid: int = 132
     overlap: bool = False
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of threads of a cluster."""
+        return self.parts * self.sharers
 
     def __post_init__(self):
         if not 1 <= self.warpgroups <= 4:
             raise ValueError(f"{self.warpgroups=} must be 1 to 4: one producer warp feeds each")
+        if self.stages < 1:
+            raise ValueError(f"{self.stages=} must be at least 1")
+        if self.cluster not in (1, 2, 4, 8):
+            raise ValueError(f"{self.parts=} times {self.sharers=} must be 1, 2, 4 or 8")
         if self.grid % self.cluster:
-            raise ValueError(f"{self.grid=} must be a multiple of {self.cluster=}")
+            raise ValueError(f"{self.grid=} must be a multiple of {self.parts=} * {self.sharers=}")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Activations as the kernels read them: float16, with what the accumulators start from.
+    """Activations as the kernels read them: float16, with the sums that go with scales and mins.
 
-    Row r is divided by scales[r], a power of two that brings its largest magnitude to 256..512, so
-    nothing overflows and rounding is 2^-12 of a value. In every run of 32, quad lane t holds
-    elements 4t..4t+3 and 16+4t..16+4t+3; elements 2 and 3 of each four are divided by 16 (see
-    `decode_blocks`).
+    Row r is divided by scales[r], a power of two that brings its largest magnitude to 16..32, so
+    nothing overflows and rounding is 2^-12 of a value down to 2^-15 of the largest.
 
     Attributes:
-      values: float16 [K / 32, R, 32].
-      starts: float32 [K / 16 or K / 32, R / 8, 4, 4], accumulator starts of a quad's lanes.
-      sums: uint32 [K / 256, R / 8, 32, 2], fragments of the sums over runs (high, low float16).
+      blocks: uint32 [K / 256, words]: for each run of 32, row and quad lane t, the eight float16
+        of elements 4t..4t+3 and 16+4t..16+4t+3, elements 2 and 3 of each four divided by 16 (see
+        `decode_blocks`); then fragments of the block's offsets [R / 8, 32 lanes, 2 or 4]; then,
+        for blocks with mins, of the sums over runs [R / 8, 32 lanes, 2]. Offsets and sums are
+        pairs of float16, high and low parts.
       scales: float32 [R].
     """
 
-    values: jax.Array
-    starts: jax.Array
-    sums: jax.Array
+    blocks: jax.Array
     scales: jax.Array
 
 
-def prepare(x: jax.Array, block) -> Activations:
+def prepare(x: jax.Array, block: Block) -> Activations:
     """Returns activations [R, K] (R = 8 or 16) as products with this kind of block read them."""
     rows, k = x.shape
     _, exponent = jnp.frexp(jnp.max(jnp.abs(x), axis=1))
-    scaled = jnp.ldexp(x, 9 - exponent[:, None]).reshape(rows, k // _RUN, 2, 4, 2, 2)
+    scaled = jnp.ldexp(x, 5 - exponent[:, None]).reshape(rows, k // _RUN, 2, 4, 2, 2)
     # Dims: row, run, half s, lane t, e, o; the pairs e = 1 meet codes four bits higher.
-    divisor = jnp.array([1, 1 / 16], jnp.float32).reshape(1, 1, 1, 1, 2, 1)
-    stored = (scaled * divisor).astype(jnp.float16)
-    kept = stored.astype(jnp.float32)
-    halves = kept.sum(axis=(3, 5))  # [row, run, s, e]
-    values = stored.transpose(1, 0, 3, 2, 4, 5).reshape(k // _RUN, rows, _RUN)
-    starts = block.starts(halves)  # [row, runs or half runs]
-    starts = starts.reshape(rows // 8, 4, 2, -1).transpose(3, 0, 1, 2)  # lane t: columns 2t, 2t+1
-    sums = (halves * jnp.array([1, 16], jnp.float32).reshape(1, 1, 1, 2)).sum(axis=(2, 3))
-    high = sums.astype(jnp.float16)
-    low = (sums - high.astype(jnp.float32)).astype(jnp.float16)
-    both = jnp.stack([high, low], -1).reshape(rows // 8, 8, k // WEIGHTS, 4, 2, 2)
-    both = both.transpose(2, 0, 1, 3, 5, 4)  # [block, tile, g, t, part, pair]
-    words = jax.lax.bitcast_convert_type(both, jnp.uint32).reshape(-1, rows // 8, 32, 2)
+    divided = scaled * jnp.array([1, 1 / 16], jnp.float32).reshape(1, 1, 1, 1, 2, 1)
+    stored = _round_to_half(divided)
+    halves = stored.sum(axis=(3, 5))  # row, run, s, e
+    values = stored.astype(jnp.float16).transpose(1, 0, 3, 2, 4, 5)
+    values = _words(values.reshape(-1, 2))
+    parts = [values.reshape(k // WEIGHTS, -1), _fragments(block.offsets(halves))]
+    if block.has_mins:
+        whole = halves * jnp.array([1, 16], jnp.float32).reshape(1, 1, 1, 2)
+        parts.append(_fragments(whole.sum(axis=(2, 3)).reshape(rows, -1, 8)))
     return Activations(
-        values=values,
-        starts=jnp.concatenate([starts, starts], -1),
-        sums=words,
-        scales=jnp.ldexp(jnp.float32(1), exponent - 9),
+        blocks=jnp.concatenate(parts, axis=1), scales=jnp.ldexp(jnp.float32(1), exponent - 5)
     )
 
 
+def _round_to_half(x: jax.Array) -> jax.Array:
+    """Returns float32 with the significands of float16.
+
+    Not a conversion there and back, which XLA takes for an excess of precision that it may keep.
+    """
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
+
+
+def _fragments(sums: jax.Array) -> jax.Array:
+    """Returns uint32 [blocks, words]: right-hand fragments of sums [R, blocks, 8 or 16].
+
+    Rows of the right-hand matrix are the high parts of 8 sums, then the low parts; of 16 sums,
+    there is one matrix of high parts and one of low parts.
+    """
+    rows, blocks, number = sums.shape
+    high = _round_to_half(sums)
+    both = (
+        jnp.stack([high, sums - high], 2)
+        .astype(jnp.float16)
+        .reshape(rows // 8, 8, blocks, number // 4, 4, 2)
+    )
+    # Dims: tile, g, block, eights (high ones first), t, pair; they become lanes' words.
+    return _words(both.transpose(2, 0, 1, 4, 3, 5).reshape(-1, 2)).reshape(blocks, -1)
+
+
+def _words(array: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(array, jnp.uint32)
+
+
+def default_tiles(block: Block, outputs: int, k: int, rows: int = 8) -> Tiles:
+    """Returns the cut that the rule of thumb gives: the fewest parts of K whose activations fit.
+
+    About 64 KB in flight in a block of threads are enough for the bandwidth, and more are worse.
+    """
+    # An H200 has room for 66 clusters of two, 30 of four, 15 of eight.
+    for parts, grid in ((1, 132), (2, 132), (4, 120), (8, 120)):
+        for warpgroups, stages in ((3, 2), (2, 2)):
+            tiles = Tiles(warpgroups=warpgroups, stages=stages, parts=parts, grid=grid)
+            if k % (WEIGHTS * parts) == 0 and (
+                _Cut.sized(block, tiles, "none", rows, outputs // ROWS, k).shared_bytes
+                <= _SHARED_LIMIT
+            ):
+                return tiles
+    raise ValueError(f"{k=} with {rows=} fits no cut; split the matrix along k")
+
+
 def decode_product(
-    x: Activations, tiles_of_weights: jax.Array, layer: jax.Array, block, tiles: Tiles
+    x: Activations,
+    weights: jax.Array,
+    layer: jax.Array,
+    block: Block,
+    tiles: Tiles,
+    epilogue: Epilogue = "none",
 ) -> jax.Array:
-    """Returns float32 [R, N]: `x @ W[layer].T`.
+    """Returns float32 [R, N]: `x @ W[layer].T`; or [R, N / 2]: `silu(gate) * up`.
 
     Args:
       x: of `prepare` with the same block.
-      tiles_of_weights: uint32 [layers, N / 16, K / 256 * block.words], of `block.tile`.
+      weights: uint32 [layers, N / 16, K / 256 * block.words], of `block.tile`.
       layer: int32 [1].
-      block: kind of block, an object of `decode_blocks`.
+      block: kind of block, of `decode_blocks.BLOCKS`.
       tiles: cuts.
+      epilogue: "silu_gate" takes the first 8 rows of every 16 of W as gates of the last 8.
 
     Raises:
       ValueError: sizes that do not fit each other, or tiles that need too much shared memory.
     """
-    cut = _Cut.of(x, tiles_of_weights, block, tiles)
+    cut = _Cut.of(x, weights, block, tiles, epilogue)
 
     def body(*refs):
         inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
@@ -126,82 +182,98 @@ def decode_product(
     cluster = dict(cluster=(tiles.cluster,), cluster_names=("part",)) if tiles.cluster > 1 else {}
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((cut.rows, cut.units * ROWS), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((cut.rows, cut.outputs), jnp.float32),
         scratch_types=[plgpu.SMEM((size,), jnp.uint32) for size in cut.shared_words],
         grid=(tiles.grid // tiles.cluster,),
         grid_names=("block",),
         num_threads=tiles.warpgroups + 1,
         thread_name="warpgroup",
-        kernel_name="decode_product_kernel",
+        kernel_name=f"decode_product_{block.format.name}_kernel",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         **cluster,
-    )(tiles_of_weights, layer, x.values, x.starts, x.sums, x.scales)
+    )(weights, layer, x.blocks, x.scales)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """Static sizes of one product; `blocks` and the activation sizes are of one part of K."""
+    """Static sizes of one product; `blocks` are those of one part of K of a unit."""
 
     tiles: Tiles
     block: Any
+    epilogue: Epilogue
     rows: int
     units: int
     blocks: int
-    start_words: int
+    operand_bytes: int
 
     @classmethod
-    def of(cls, x: Activations, weights: jax.Array, block, tiles: Tiles) -> "_Cut":
-        runs, rows, _ = x.values.shape
-        _, units, words = weights.shape
-        if runs * _RUN // WEIGHTS * block.words != words:
-            raise ValueError(f"{words=} of a unit do not hold K={runs * _RUN} weights a row")
-        if rows not in (8, 16):
-            raise ValueError(f"{rows=} must be 8 or 16; pad the activations")
-        if runs * _RUN % (WEIGHTS * tiles.cluster):
-            raise ValueError(f"{runs=} of 32 must split into {tiles.cluster=} parts of blocks")
-        cut = cls(
+    def sized(cls, block: Block, tiles: Tiles, epilogue: Epilogue, rows, units, k) -> "_Cut":
+        words = 1024 + 8 * block.num_offsets + (64 if block.has_mins else 0)
+        return cls(
             tiles=tiles,
             block=block,
+            epilogue=epilogue,
             rows=rows,
             units=units,
-            blocks=runs * _RUN // WEIGHTS // tiles.cluster,
-            start_words=x.starts.size // runs * 8,
+            blocks=k // WEIGHTS // tiles.parts,
+            operand_bytes=words * 4 * (rows // 8),
         )
-        if (size := sum(cut.shared_words) * 4) > _SHARED_LIMIT:
-            raise ValueError(f"{size} bytes of shared memory exceed {_SHARED_LIMIT}; cut {tiles=}")
+
+    @classmethod
+    def of(cls, x: Activations, weights, block: Block, tiles: Tiles, epilogue) -> "_Cut":
+        (blocks, _), (rows,), (_, units, words) = x.blocks.shape, x.scales.shape, weights.shape
+        if rows not in (8, 16):
+            raise ValueError(f"{rows=} must be 8 or 16; pad the activations")
+        if blocks * block.words != words:
+            raise ValueError(f"{words=} of a unit do not hold K={blocks * WEIGHTS} weights a row")
+        if blocks % tiles.parts:
+            raise ValueError(f"{blocks=} of 256 weights must split into {tiles.parts=}")
+        if epilogue not in ("none", "silu_gate"):
+            raise ValueError(f"{epilogue=} must be 'none' or 'silu_gate'")
+        cut = cls.sized(block, tiles, epilogue, rows, units, blocks * WEIGHTS)
+        if x.blocks.shape[1] * 4 != cut.operand_bytes:
+            raise ValueError(f"activations were not prepared for {block.format.name!r} blocks")
+        if cut.shared_bytes > _SHARED_LIMIT:
+            raise ValueError(
+                f"{cut.shared_bytes} bytes of shared memory exceed {_SHARED_LIMIT}; "
+                f"take fewer stages or more parts than {tiles=}"
+            )
         return cut
 
     @property
-    def stages_per_unit(self) -> int:
+    def outputs(self) -> int:
+        return self.units * (ROWS if self.epilogue == "none" else ROWS // 2)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block.words * 4
+
+    @property
+    def steps(self) -> int:
+        """Stages that a part of a unit takes."""
         return -(-self.blocks // _STAGE_BLOCKS)
 
     @property
-    def stage_bytes(self) -> int:
-        return _STAGE_BLOCKS * self.block.words * 4
+    def tail_blocks(self) -> int:
+        """Blocks in the last of those stages."""
+        return (self.blocks - 1) % _STAGE_BLOCKS + 1
 
     @property
-    def tail_bytes(self) -> int:
-        return ((self.blocks - 1) % _STAGE_BLOCKS + 1) * self.block.words * 4
+    def stage_bytes(self) -> int:
+        return _STAGE_BLOCKS * self.block_bytes
 
     @property
     def unit_bytes(self) -> int:
-        return self.blocks * self.tiles.cluster * self.block.words * 4
-
-    @property
-    def value_bytes(self) -> int:
-        return self.blocks * WEIGHTS * self.rows * 2
-
-    @property
-    def start_bytes(self) -> int:
-        return self.blocks * self.start_words * 4
-
-    @property
-    def sum_bytes(self) -> int:
-        return self.blocks * self.rows // 8 * 256
+        return self.blocks * self.tiles.parts * self.block_bytes
 
     @property
     def workers(self) -> int:
-        return self.tiles.grid // self.tiles.cluster * self.tiles.warpgroups
+        return self.groups * self.tiles.warpgroups
+
+    @property
+    def groups(self) -> int:
+        """Blocks of threads that take units, those of a unit's parts counted once."""
+        return self.tiles.grid // self.tiles.parts
 
     @property
     def turns(self) -> int:
@@ -209,18 +281,27 @@ class _Cut:
         return -(-self.units // self.workers)
 
     @property
+    def sums_bytes(self) -> int:
+        """The sums of a unit: float32 [R / 8, 128]."""
+        return self.rows // 8 * 512
+
+    @property
+    def shared_bytes(self) -> int:
+        # Every buffer starts on 1,024 bytes.
+        return sum(-(-words // 256) * 1024 for words in self.shared_words)
+
+    @property
     def shared_words(self) -> list[int]:
-        """Sizes of: ring, values, starts, sums, partial sums, received sums, barriers."""
+        """Sizes of: rings, activations, warps' sums, sums of other parts, barriers."""
         tiles = self.tiles
-        received = self.turns * (tiles.cluster - 1) * 128 * (self.rows // 8)
+        received = self.turns * tiles.parts if tiles.parts > 1 else 0
+        barriers = tiles.warpgroups * (2 * tiles.stages + self.turns) + self.steps
         return [
             tiles.warpgroups * tiles.stages * self.stage_bytes // 4,
-            self.value_bytes // 4,
-            self.start_bytes // 4,
-            self.sum_bytes // 4,
-            tiles.warpgroups * 2 * 4 * 128 * (self.rows // 8),
-            max(1, tiles.warpgroups * received),
-            2 * (tiles.warpgroups * (2 * tiles.stages + self.turns) + 1),
+            self.blocks * self.operand_bytes // 4,
+            tiles.warpgroups * self.sums_bytes,
+            max(1, tiles.warpgroups * received * self.sums_bytes // 4),
+            2 * barriers,
         ]
 
 
@@ -229,35 +310,36 @@ class _Places:
 
     def __init__(self, cut: _Cut, refs):
         tiles = cut.tiles
-        weights, layer, values, starts, sums, scales, out, *shared = refs
-        self.gmem = [ptx.global_address(ref) for ref in (values, starts, sums)]
-        self.scales, self.out = ptx.global_address(scales), ptx.global_address(out)
-        (self.ring, *self.smem, self.partial, self.received, self.full) = (
-            ptx.shared_address(ref) for ref in shared
+        weights, layer, operand, scales, out, *shared = refs
+        self.operand_gmem, self.scales, self.out = map(ptx.global_address, (operand, scales, out))
+        self.ring, self.operand, self.sums, self.received, self.full = map(
+            ptx.shared_address, shared
         )
         self.thread = ptx.thread_index()
         self.warp = ptx.uniform(self.thread >> 5)
         self.lane = self.thread & 31
-        self.part = ptx.cluster_rank() if tiles.cluster > 1 else ptx.Word(0)
-        self.group = ptx.block_index() // tiles.cluster
+        rank = ptx.cluster_rank() if tiles.cluster > 1 else ptx.Word(0)
+        self.part, self.sharer = rank // tiles.sharers, rank % tiles.sharers
+        self.group = ptx.block_index() // tiles.cluster * tiles.sharers + self.sharer
         self.empty = self.full + 8 * tiles.warpgroups * tiles.stages
         self.arrived = self.empty + 8 * tiles.warpgroups * tiles.stages
         self.ready = self.arrived + 8 * tiles.warpgroups * cut.turns
+        self.evict_first = ptx.evict_first_policy()
         row = ptx.load_global(ptx.global_address(layer))[0]
         self.weights = ptx.offset_address(
             ptx.offset_address(ptx.global_address(weights), row, cut.units * cut.unit_bytes),
             self.part,
-            cut.blocks * cut.block.words * 4,
+            cut.blocks * cut.block_bytes,
         )
-        self.clusters = tiles.grid // tiles.cluster
 
     def turns(self, cut: _Cut, worker) -> ptx.Word:
-        """Returns how many units consumer `worker` of this block takes."""
-        first = worker * self.clusters + self.group
+        """Returns how many units consumer `worker` of this block of threads takes."""
+        first = worker * cut.groups + self.group
         return (ptx.Word(cut.units - 1 + cut.workers) - first) // cut.workers
 
     def unit(self, cut: _Cut, worker, turn) -> ptx.Word:
-        return (turn * cut.tiles.warpgroups + worker) * self.clusters + self.group
+        """Returns the unit of a turn: neighbours in memory go to neighbouring blocks."""
+        return (turn * cut.tiles.warpgroups + worker) * cut.groups + self.group
 
 
 def _advance(stage, parity, stages: int):
@@ -268,71 +350,118 @@ def _advance(stage, parity, stages: int):
 
 def _fetch(cut: _Cut, at: _Places, worker, turn, step, stage) -> None:
     """Starts the copy of one stage of a consumer's ring."""
-    slot = worker * cut.tiles.stages + stage
-    size = cut.stage_bytes
-    if cut.tail_bytes != size:
-        size = ptx.select(step.equals(cut.stages_per_unit - 1), cut.tail_bytes, size)
+    slot, size = worker * cut.tiles.stages + stage, cut.stage_bytes
+    if cut.tail_blocks != _STAGE_BLOCKS:
+        tail = cut.tail_blocks * cut.block_bytes
+        size = ptx.select(step.equals(cut.steps - 1), tail, size)
     source = ptx.offset_address(at.weights, at.unit(cut, worker, turn), cut.unit_bytes)
     source = ptx.offset_address(source, step, cut.stage_bytes)
     ptx.barrier_expect(at.full + slot * 8, size)
-    ptx.copy_bulk(at.ring + slot * cut.stage_bytes, source, size, at.full + slot * 8)
+    ptx.copy_bulk(
+        at.ring + slot * cut.stage_bytes, source, size, at.full + slot * 8, at.evict_first
+    )
+
+
+def _fetch_operand(cut: _Cut, at: _Places, step: int) -> None:
+    """Starts the copy of the activations that a step of every unit meets."""
+    sharers = cut.tiles.sharers
+    blocks = cut.tail_blocks if step == cut.steps - 1 else _STAGE_BLOCKS
+    offset, size = step * _STAGE_BLOCKS * cut.operand_bytes, blocks * cut.operand_bytes
+    source = ptx.offset_address(at.operand_gmem, at.part, cut.blocks * cut.operand_bytes)
+    source = ptx.offset_address(source, ptx.Word(1), offset)
+    ready = at.ready + 8 * step
+    ptx.barrier_expect(ready, size)
+    if sharers == 1:
+        ptx.copy_bulk_cached(at.operand + offset, source, size, ready)
+        return
+    piece = size // sharers
+    source = ptx.offset_address(source, at.sharer, piece)
+    blocks_of_part = ptx.Word((1 << sharers) - 1) << (at.part * sharers)
+    target = at.operand + offset + at.sharer * piece
+    ptx.copy_bulk_multicast(target, source, piece, ready, blocks_of_part)
 
 
 def _start_kernel(cut: _Cut, _, *refs) -> None:
-    """Prepares barriers and fills the rings: nothing here reads what another kernel wrote."""
+    """Prepares barriers and starts the first copies; with overlap, reads only what is constant.
+
+    One copy costs its thread some 300 cycles, so every ring, and the activations, have their own
+    thread, and no consumer waits for these threads to come through.
+    """
     tiles, at = cut.tiles, _Places(cut, refs)
-    with ptx.when(at.thread.equals(0)):
-        for slot in range(tiles.warpgroups * tiles.stages):
-            ptx.barrier_init(at.full + 8 * slot, 1)
-            ptx.barrier_init(at.empty + 8 * slot, 4)
-        for slot in range(tiles.warpgroups * cut.turns):
-            ptx.barrier_init(at.arrived + 8 * slot, 1)
-        ptx.barrier_init(at.ready, 1)
-        ptx.fence_barriers()
+    feeder, threads = at.warp - 4 * tiles.warpgroups, (tiles.warpgroups + 1) * 128
+    with ptx.when(at.warp < 4 * tiles.warpgroups):
+        ptx.cluster_arrive() if tiles.cluster > 1 else ptx.sync_threads(0, threads)
+    with ptx.when(ptx.Word(4 * tiles.warpgroups - 1) < at.warp):
+        with ptx.when(at.lane.equals(0)):
+            _prepare_barriers(cut, at, feeder)
+        ptx.sync_warp()
+        ptx.cluster_arrive() if tiles.cluster > 1 else ptx.arrive_threads(0, threads)
+        with ptx.when(feeder < tiles.warpgroups), ptx.when(at.lane.equals(0)):
+            turns = at.turns(cut, feeder)
+            if tiles.overlap:
+                ptx.launch_next_kernel()
+            for place in range(tiles.stages):
+                turn, step = (ptx.Word(i) for i in divmod(place, cut.steps))
+                with ptx.when(turn < turns):
+                    _fetch(cut, at, feeder, turn, step, ptx.Word(place))
+        if tiles.sharers == 1 and not tiles.overlap:
+            _fetch_operands(cut, at, feeder)
     if tiles.cluster > 1:
-        ptx.sync_cluster()
-    else:
-        ptx.sync_threads(0, (tiles.warpgroups + 1) * 128)
-    worker = at.warp - 4 * tiles.warpgroups
-    with ptx.when(worker < tiles.warpgroups), ptx.when(at.lane.equals(0)):
-        if tiles.overlap:
-            ptx.launch_next_kernel()
-        total = at.turns(cut, worker) * cut.stages_per_unit
+        ptx.cluster_wait()
+        if tiles.sharers > 1 and not tiles.overlap:
+            _fetch_operands(cut, at, feeder)
+
+
+def _prepare_barriers(cut: _Cut, at: _Places, feeder) -> None:
+    tiles = cut.tiles
+    with ptx.when(feeder < tiles.warpgroups):
         for place in range(tiles.stages):
-            turn, step = divmod(place, cut.stages_per_unit)
-            with ptx.when(ptx.Word(place) < total):
-                _fetch(cut, at, worker, ptx.Word(turn), ptx.Word(step), ptx.Word(place))
+            slot = (feeder * tiles.stages + place) * 8
+            ptx.barrier_init(at.full + slot, 1)
+            ptx.barrier_init(at.empty + slot, 4)
+        for turn in range(cut.turns if tiles.parts > 1 else 0):
+            arrived = at.arrived + (feeder * cut.turns + turn) * 8
+            ptx.barrier_init(arrived, 1)
+            ptx.barrier_expect(arrived, tiles.parts * cut.sums_bytes)
+    with ptx.when(feeder.equals(3)):
+        for step in range(cut.steps):
+            ptx.barrier_init(at.ready + 8 * step, 1)
+    ptx.fence_barriers()
+
+
+def _fetch_operands(cut: _Cut, at: _Places, feeder) -> None:
+    with ptx.when(feeder.equals(3)), ptx.when(at.lane.equals(0)):
+        for step in range(cut.steps):
+            _fetch_operand(cut, at, step)
 
 
 def _stream_kernel(cut: _Cut, _, *refs) -> None:
     tiles, at = cut.tiles, _Places(cut, refs)
     feeder = at.warp - 4 * tiles.warpgroups
+    if tiles.overlap:
+        _fetch_operands(cut, at, feeder)
     with ptx.when(feeder < tiles.warpgroups), ptx.when(at.lane.equals(0)):
-        with ptx.when(feeder.equals(0)):
-            _copy_activations(cut, at)
         _feed(cut, at, feeder)
     with ptx.when(at.warp < 4 * tiles.warpgroups):
         _consume(cut, at)
-
-
-def _copy_activations(cut: _Cut, at: _Places) -> None:
-    sizes = (cut.value_bytes, cut.start_bytes, cut.sum_bytes)
-    ptx.barrier_expect(at.ready, sum(sizes))
-    for source, target, size in zip(at.gmem, at.smem, sizes, strict=True):
-        ptx.copy_bulk_cached(target, ptx.offset_address(source, at.part, size), size, at.ready)
+    if tiles.sharers > 1:
+        # A block must not end while others may still write into it.
+        with ptx.when(feeder.equals(3)):
+            for step in range(cut.steps):
+                ptx.barrier_wait(at.ready + 8 * step, ptx.Word(0))
 
 
 def _feed(cut: _Cut, at: _Places, worker) -> None:
-    stages, per_unit = cut.tiles.stages, cut.stages_per_unit
+    stages, steps = cut.tiles.stages, cut.steps
 
     def feed(place, carry):
         stage, parity = carry
-        turn = place // per_unit
+        turn = place // steps
         ptx.barrier_wait(at.empty + (worker * stages + stage) * 8, parity)
-        _fetch(cut, at, worker, turn, place - turn * per_unit, stage)
+        _fetch(cut, at, worker, turn, place - turn * steps, stage)
         return _advance(stage, parity, stages)
 
-    total = at.turns(cut, worker) * per_unit
+    total = at.turns(cut, worker) * steps
     ptx.loop(stages, total, 1, (ptx.Word(0), ptx.Word(0)), feed)
 
 
@@ -340,121 +469,144 @@ class _SharedOperand:
     """The activations that block number `index` of a part of K meets."""
 
     def __init__(self, cut: _Cut, at: _Places, index: ptx.Word):
-        values, starts, sums = at.smem
-        self.cut = cut
-        self.values = values + index * (cut.value_bytes // cut.blocks) + at.lane * 16
-        self.starts_at = starts + index * (cut.start_bytes // cut.blocks) + (at.lane & 3) * 16
-        self.sums_at = sums + index * (cut.sum_bytes // cut.blocks) + at.lane * 8
+        self.tiles, self.num_offsets = cut.rows // 8, cut.block.num_offsets
+        base = at.operand + index * cut.operand_bytes
+        self.values_at = base + at.lane * 16
+        self.offsets_at = base + at.lane * self.num_offsets
+        self.sums_at = base + at.lane * 8
 
     def fragments(self, run: int, tile: int) -> list[ptx.Word]:
         """Returns the two matrix fragments of a run of 32 weights."""
-        return ptx.load_shared(self.values, run * self.cut.rows * 64 + tile * 512, 4)
+        return ptx.load_shared(self.values_at, (run * self.tiles + tile) * 512, 4)
 
-    def start(self, run: int, tile: int) -> list[ptx.Float]:
-        """Returns what an accumulator starts from."""
-        return ptx.load_shared_floats(self.starts_at, (run * (self.cut.rows // 8) + tile) * 64, 4)
+    def offsets(self, tile: int) -> list[ptx.Word]:
+        """Returns the fragments of the block's offsets."""
+        offset = self.tiles * 4096 + tile * 32 * self.num_offsets
+        return ptx.load_shared(self.offsets_at, offset, self.num_offsets // 4)
 
     def sums(self, tile: int) -> list[ptx.Word]:
         """Returns the fragment of the sums over runs."""
-        return ptx.load_shared(self.sums_at, tile * 256, 2)
+        offset = self.tiles * (4096 + 32 * self.num_offsets) + tile * 256
+        return ptx.load_shared(self.sums_at, offset, 2)
 
 
 def _consume(cut: _Cut, at: _Places) -> None:
-    tiles, num_tiles = cut.tiles, cut.rows // 8
+    tiles = cut.tiles
     worker, quarter = at.warp >> 2, at.warp & 3
-    ptx.barrier_wait(at.ready, ptx.Word(0))
+    outputs = _Outputs(cut, at, worker)
+    ragged = cut.tail_blocks != _STAGE_BLOCKS
+
+    def take_stage(step, carry):
+        stage, parity, totals = carry
+        slot, index = worker * tiles.stages + stage, step * _STAGE_BLOCKS + quarter
+        inside = index < cut.blocks
+        ptx.barrier_wait(at.full + slot * 8, parity)
+        address = at.ring + slot * cut.stage_bytes + quarter * cut.block_bytes
+        loaded = cut.block.load(ptx, address, at.lane)
+        ptx.sync_warp()
+        with ptx.when(at.lane.equals(0)):
+            ptx.barrier_arrive(at.empty + slot * 8)
+        ptx.barrier_wait(at.ready + step * 8, ptx.Word(0))
+        operand = _SharedOperand(cut, at, ptx.select(inside, index, 0) if ragged else index)
+        added = cut.block.product(ptx, loaded, operand, totals)
+        if ragged:
+            added = [
+                [ptx.select_float(inside, new, old) for new, old in zip(*pair, strict=True)]
+                for pair in zip(added, totals, strict=True)
+            ]
+        return (*_advance(stage, parity, tiles.stages), added)
 
     def take_unit(turn, place):
-        totals = [[ptx.Float(0.0)] * 4 for _ in range(num_tiles)]
-
-        def take_stage(step, carry):
-            stage, parity, totals = carry
-            slot = worker * tiles.stages + stage
-            index = step * _STAGE_BLOCKS + quarter
-            partial = cut.blocks % _STAGE_BLOCKS != 0
-            inside = index < cut.blocks
-            ptx.barrier_wait(at.full + slot * 8, parity)
-            address = at.ring + slot * cut.stage_bytes + quarter * (cut.block.words * 4)
-            loaded = cut.block.load(ptx, address, at.lane)
-            ptx.sync_warp()
-            with ptx.when(at.lane.equals(0)):
-                ptx.barrier_arrive(at.empty + slot * 8)
-            operand = _SharedOperand(cut, at, ptx.select(inside, index, 0) if partial else index)
-            added = cut.block.product(ptx, loaded, operand, totals)
-            if partial:
-                added = jax.tree.map(
-                    lambda new, old: ptx.select_float(inside, new, old),
-                    added,
-                    totals,
-                    is_leaf=lambda leaf: isinstance(leaf, ptx.Float),
-                )
-            return (*_advance(stage, parity, tiles.stages), added)
-
-        *place, totals = ptx.loop(0, cut.stages_per_unit, 1, (*place, totals), take_stage)
-        _finish_unit(cut, at, worker, turn, totals)
+        totals = [[ptx.Float(0.0)] * 4 for _ in range(cut.rows // 8)]
+        *place, totals = ptx.loop(0, cut.steps, 1, (*place, totals), take_stage)
+        outputs.add_warps(turn, totals)
         return tuple(place)
 
-    zero = ptx.Word(0)
-    ptx.loop(0, at.turns(cut, worker), 1, (zero, zero), take_unit)
+    zero, turns = ptx.Word(0), at.turns(cut, worker)
+    ptx.loop(0, turns, 1, (zero, zero), take_unit)
+    if tiles.parts > 1:
+        ptx.loop(at.part, turns, tiles.parts, zero, outputs.add_parts)
 
 
-def _finish_unit(cut: _Cut, at: _Places, worker, turn, totals) -> None:
-    """Adds the four warps' sums, then the cluster's, in a fixed order, and stores the outputs."""
-    tiles, thread = cut.tiles, at.thread & 127
-    num_tiles = cut.rows // 8
-    # Two buffers in turn: a warp that is ahead writes the other one.
-    buffer = at.partial + (worker * 2 + (turn & 1)) * (4 * num_tiles * 512)
-    for tile in range(num_tiles):
-        ptx.store_shared(buffer + thread * 16, totals[tile], tile * 2048)
-    ptx.sync_threads(worker + 1, 128)
-    # Thread (column, row) of 8 x 16 outputs; see `ptx.mma` for where a lane keeps which.
-    row, column = thread & 15, thread >> 4
-    place = (row & 7) * 64 + (column >> 1) * 16 + (row >> 3) * 8 + (column & 1) * 4
-    unit = at.unit(cut, worker, turn)
-    for tile in range(num_tiles):
-        parts = [
-            ptx.load_shared_floats(buffer + place, tile * 2048 + warp * 512)[0] for warp in range(4)
+class _Outputs:
+    """Adds sums of a unit in a fixed order and stores what the epilogue makes of them."""
+
+    def __init__(self, cut: _Cut, at: _Places, worker: ptx.Word):
+        self.cut, self.at, self.worker = cut, at, worker
+        self.thread = at.thread & 127
+        height = 4 if cut.epilogue == "none" else 3  # log2 of the outputs of a unit
+        self.row, self.column = self.thread & (1 << height) - 1, self.thread >> height
+        column = self.column & 7
+        self.scales = [
+            ptx.as_float(
+                ptx.load_global_coherent(ptx.offset_address(at.scales, column + 8 * tile, 4))
+            )
+            for tile in range(cut.rows // 8)
         ]
-        total = ((parts[0] + parts[1]) + parts[2]) + parts[3]
-        if tiles.cluster > 1:
-            total = _gather_cluster(cut, at, worker, turn, tile, thread, total)
-        column_at = column + 8 * tile
-        scale = ptx.as_float(ptx.load_global_coherent(ptx.offset_address(at.scales, column_at, 4)))
-        target = ptx.offset_address(at.out, column_at * (cut.units * ROWS) + unit * ROWS + row, 4)
-        if tiles.cluster > 1:
-            with ptx.when(at.part.equals(0)):
-                ptx.store_global(target, total * scale)
-        else:
-            ptx.store_global(target, total * scale)
 
+    def add_warps(self, turn: ptx.Word, totals: list[list[ptx.Float]]) -> None:
+        """Adds the sums of the four warps; stores outputs, or sends sums on to their part."""
+        cut, at = self.cut, self.at
+        buffer = at.sums + self.worker * (4 * cut.sums_bytes)
+        # The sums of the last unit have been read.
+        ptx.sync_threads(self.worker + 1, 128)
+        for tile, total in enumerate(totals):
+            ptx.store_shared(buffer + self.thread * 16, total, tile * 2048)
+        ptx.sync_threads(self.worker + 1, 128)
 
-def _gather_cluster(cut: _Cut, at: _Places, worker, turn, tile, thread, total):
-    """Returns, in the first block of a cluster, the sum over its blocks; others send theirs."""
-    others, num_tiles = cut.tiles.cluster - 1, cut.rows // 8
-    barrier = at.arrived + (worker * cut.turns + turn) * 8
-    slot = ((worker * cut.turns + turn) * num_tiles + tile) * (others * 512)
-    received = at.received + slot + thread * 4
-    with ptx.when(at.part.differs(0)):
-        mine = ptx.remote_address(received + (at.part - 1) * 512, 0)
-        ptx.send(mine, total, ptx.remote_address(barrier, 0))
-    if tile == 0:
-        with ptx.when(at.part.equals(0)), ptx.when(thread.equals(0)):
-            ptx.barrier_expect(barrier, others * num_tiles * 512)
-    with ptx.when(at.part.equals(0)):
-        ptx.barrier_wait(barrier, ptx.Word(0))
-    for other in range(others):
-        total = total + ptx.load_shared_floats(received, other * 512)[0]
-    return total
+        def read(row, column, tile):
+            # Where `ptx.mma` keeps an output: lane 4 (row % 8) + column / 2.
+            place = (row & 7) * 64 + (column >> 1) * 16 + (row >> 3) * 8 + (column & 1) * 4
+            first, *rest = (
+                ptx.load_shared_floats(buffer + place, tile * 2048 + warp * 512)[0]
+                for warp in range(4)
+            )
+            return functools.reduce(lambda a, b: a + b, rest, first)
 
+        if cut.tiles.parts == 1:
+            self._store(turn, read)
+            return
+        target = turn % cut.tiles.parts * cut.tiles.sharers + at.sharer
+        place = self._slot(turn) + at.part * cut.sums_bytes + self.thread * 4
+        barrier = ptx.remote_address(at.arrived + self._index(turn) * 8, target)
+        for tile in range(len(totals)):
+            remote = ptx.remote_address(place + tile * 512, target)
+            ptx.send(remote, read(self.thread & 15, self.thread >> 4, tile), barrier)
 
-def default_tiles(block, outputs: int, k: int, rows: int) -> Tiles:
-    """Returns the cut that the rule of thumb gives: deep rings, the fewest parts of K that fit."""
-    del outputs
-    for cluster, grid in ((1, 132), (2, 132), (4, 128), (8, 128)):
-        for warpgroups, stages in ((3, 4), (4, 3), (3, 3), (2, 4), (2, 3), (2, 2)):
-            # For 8 rows: 16 bytes of values, 2 for each start of a run of 32, and 1 of sums.
-            held = k // cluster * rows // 8 * (17 + 2 * block.starts_per_run)
-            ring = warpgroups * stages * _STAGE_BLOCKS * block.words * 4
-            if k % (WEIGHTS * cluster) == 0 and held + ring < _SHARED_LIMIT - 16384:
-                return Tiles(warpgroups=warpgroups, stages=stages, cluster=cluster, grid=grid)
-    raise ValueError(f"{k=} with {rows=} fits no cut; split the matrix along k")
+    def add_parts(self, turn: ptx.Word, carry):
+        """Adds the sums that the blocks of all parts sent, and stores outputs."""
+        parts, sums_bytes = self.cut.tiles.parts, self.cut.sums_bytes
+        ptx.barrier_wait(self.at.arrived + self._index(turn) * 8, ptx.Word(0))
+
+        def read(row, column, tile):
+            place = self._slot(turn) + (column * 16 + row) * 4
+            first, *rest = (
+                ptx.load_shared_floats(place, part * sums_bytes + tile * 512)[0]
+                for part in range(parts)
+            )
+            return functools.reduce(lambda a, b: a + b, rest, first)
+
+        self._store(turn, read)
+        return carry
+
+    def _index(self, turn: ptx.Word) -> ptx.Word:
+        return self.worker * self.cut.turns + turn
+
+    def _slot(self, turn: ptx.Word) -> ptx.Word:
+        return self.at.received + self._index(turn) * (self.cut.tiles.parts * self.cut.sums_bytes)
+
+    def _store(self, turn: ptx.Word, read) -> None:
+        cut, at = self.cut, self.at
+        unit = at.unit(cut, self.worker, turn)
+        for tile, scale in enumerate(self.scales):
+            if cut.epilogue == "none":
+                self._store_one(unit * ROWS, tile, read(self.row, self.column, tile) * scale)
+                continue
+            with ptx.when(self.thread < 64):
+                gate = read(self.row, self.column, tile) * scale
+                up = read(self.row + 8, self.column, tile) * scale
+                self._store_one(unit * (ROWS // 2), tile, ptx.silu(gate) * up)
+
+    def _store_one(self, first: ptx.Word, tile: int, value: ptx.Float) -> None:
+        index = (self.column + 8 * tile) * self.cut.outputs + first + self.row
+        ptx.store_global(ptx.offset_address(self.at.out, index, 4), value)

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 CHUNK = 64
-"""Rows of one chunk: the triangular inverse below is exact in six factors, since A^64 = 0."""
+"""Rows of one chunk, a power of two."""
 
 HIGHEST = lax.Precision.HIGHEST
 
@@ -33,11 +33,11 @@ class Rows(eqx.Module):
       beta: write strength in (0, 1).
     """
 
-    q: Float[Array, "rows key_heads width"]
-    k: Float[Array, "rows key_heads width"]
-    v: Float[Array, "rows value_heads width"]
-    g: Float[Array, "rows value_heads"]
-    beta: Float[Array, "rows value_heads"]
+    q: Float[Array, "*layers rows key_heads width"]
+    k: Float[Array, "*layers rows key_heads width"]
+    v: Float[Array, "*layers rows value_heads width"]
+    g: Float[Array, "*layers rows value_heads"]
+    beta: Float[Array, "*layers rows value_heads"]
 
 
 def _spread(x: Float[Array, "... key_heads width"], value_heads: int) -> Array:
@@ -105,14 +105,18 @@ def delta_rule_in_order(
 def unit_lower_inverse(a: Float[Array, "... 64 64"]) -> Float[Array, "... 64 64"]:
     """Returns (I + A)^-1 for strictly lower triangular A of size `CHUNK`.
 
-    A is nilpotent, so with M = -A the product (I+M)(I+M^2)(I+M^4)...(I+M^32) is exact.
+    Diagonal blocks of 1, 2, 4, ... rows are inverted, two of one size making one of the next:
+    [[P, 0], [B, Q]]^-1 = [[P^-1, 0], [-Q^-1 B P^-1, Q^-1]]. The series I - A + A^2 - ... would be
+    shorter and is useless: where keys repeat, its terms reach 1e17 and cancel.
     """
-    eye = jnp.broadcast_to(jnp.eye(CHUNK, dtype=a.dtype), a.shape)
-    power = -a
-    inverse = eye + power
-    for _ in range(5):
-        power = jnp.matmul(power, power, precision=HIGHEST)
-        inverse = inverse + jnp.matmul(inverse, power, precision=HIGHEST)
+    row = jnp.arange(CHUNK)
+    inverse = jnp.broadcast_to(jnp.eye(CHUNK, dtype=a.dtype), a.shape)
+    for level in range(CHUNK.bit_length() - 1):
+        block, pair = row >> level, row >> level + 1
+        joins = (pair[:, None] == pair[None]) & (block[:, None] != block[None])
+        between = jnp.where(jnp.broadcast_to(joins, a.shape), a, 0.0)
+        between = jnp.matmul(between, inverse, precision=HIGHEST)
+        inverse = inverse - jnp.matmul(inverse, between, precision=HIGHEST)
     return inverse
 
 

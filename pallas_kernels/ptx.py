@@ -36,6 +36,7 @@ class Word:
     """A 32-bit register; arithmetic is modulo 2**32, `>>` and comparisons other than < signed."""
 
     def __init__(self, value: Any):
+        """Takes an MLIR value, or a constant."""
         if isinstance(value, int):
             value = arith.constant(_i32(), ir.IntegerAttr.get(_i32(), _signed(value)))
         self.value = value
@@ -114,6 +115,7 @@ class Float:
     """A float32 register."""
 
     def __init__(self, value: Any):
+        """Takes an MLIR value, or a constant."""
         if isinstance(value, float | int):
             value = arith.constant(_f32(), ir.FloatAttr.get(_f32(), float(value)))
         self.value = value
@@ -214,7 +216,7 @@ def when(predicate: ir.Value) -> Iterator[None]:
 
 
 def loop(start: Word | int, stop: Word | int, step: Word | int, carry: Any, body: Callable) -> Any:
-    """Returns the carry after `carry = body(index, carry)` for index in range(start, stop, step)."""
+    """Returns the carry after `carry = body(index, carry)` for each index of a range."""
     leaves, tree = jax.tree.flatten(carry)
     bounds = [_word(bound).value for bound in (start, stop, step)]
     operation = scf.ForOp(*bounds, leaves)
@@ -235,16 +237,16 @@ def fma(a: Float, b: Float, c: Float) -> Float:
     return Float(_pure("fma.rn.f32 $0, $1, $2, $3;", a, b, c, result=_f32))
 
 
-def permute_bytes(low: Word, high: Word | int, selector: int) -> Word:
+def permute_bytes(low: Word, high: Word | int, selector: Word | int) -> Word:
     """Returns four bytes picked from eight (low's are 0-3), one selector nibble each."""
-    text = f"prmt.b32 $0, $1, $2, {selector:#x};"
-    return Word(_pure(text, low, _word(high), result=_i32))
+    text = "prmt.b32 $0, $1, $2, $3;"
+    return Word(_pure(text, low, _word(high), _word(selector), result=_i32))
 
 
-def bits_or(word: Word, mask: int, pattern: int | Word) -> Word:
-    """Returns `word & mask | pattern`, one instruction."""
+def merge(word: Word, mask: int, pattern: int | Word) -> Word:
+    """Returns `word & mask ^ pattern`, one instruction."""
     return Word(
-        _pure("lop3.b32 $0, $1, $2, $3, 0xea;", word, Word(mask), _word(pattern), result=_i32)
+        _pure("lop3.b32 $0, $1, $2, $3, 0x6a;", word, Word(mask), _word(pattern), result=_i32)
     )
 
 
@@ -263,10 +265,17 @@ def half_to_float(word: Word, high: bool) -> Float:
 def byte_to_float(word: Word, index: int, signed: bool = False) -> Float:
     """Returns byte `index` of a word as float32."""
     kind = "s" if signed else "u"
-    text = (
-        f"{{ .reg .b32 b; bfe.{kind}32 b, $1, {8 * index}, 8; cvt.rn.f32.{kind}32 $0, b; }}"
-    )
+    text = f"{{ .reg .b32 b; bfe.{kind}32 b, $1, {8 * index}, 8; cvt.rn.f32.{kind}32 $0, b; }}"
     return Float(_pure(text, word, result=_f32))
+
+
+def silu(value: Float) -> Float:
+    """Returns `x / (1 + exp(-x))`, the exponential and the quotient good to 2 ulp."""
+    text = (
+        "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e,"
+        " 0f3F800000; rcp.approx.ftz.f32 e, e; mul.f32 $0, $1, e; }"
+    )
+    return Float(_pure(text, value, result=_f32))
 
 
 def as_float(word: Word) -> Float:
@@ -394,19 +403,26 @@ def barrier_expect(barrier: Word, num_bytes: Word | int) -> None:
     _asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", barrier, _word(num_bytes))
 
 
-def copy_bulk(shared: Word, source: ir.Value, num_bytes: Word | int, barrier: Word) -> None:
-    """Starts a copy of contiguous global bytes (16-byte granules) that completes on a barrier.
+def evict_first_policy() -> ir.Value:
+    """Returns the cache policy of bytes that are read once: their lines leave first."""
+    text = "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;"
+    return _pure(text, result=_i64)
 
-    The lines are marked as the first to leave the cache: packed weights are read once.
+
+def copy_bulk(
+    shared: Word, source: ir.Value, num_bytes: Word | int, barrier: Word, policy: ir.Value
+) -> None:
+    """Starts a copy of contiguous global bytes (16-byte granules) that completes on a barrier.
+    The policy is of `evict_first_policy`.
     """
     _asm(
-        "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
-        " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [$0], [$1], $2, [$3], policy; }",
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [$0], [$1], $2, [$3], $4;",
         shared,
         source,
         _word(num_bytes),
         barrier,
+        policy,
     )
 
 
@@ -421,9 +437,9 @@ def copy_bulk_cached(shared: Word, source: ir.Value, num_bytes: int, barrier: Wo
     )
 
 
-def remote_address(address: Word, rank: int) -> Word:
+def remote_address(address: Word, rank: Word) -> Word:
     """Returns the cluster-wide address of a shared-memory address in the block of this rank."""
-    return Word(_pure(f"mapa.shared::cluster.u32 $0, $1, {rank};", address, result=_i32))
+    return Word(_pure("mapa.shared::cluster.u32 $0, $1, $2;", address, rank, result=_i32))
 
 
 def send(remote: Word, value: Float, remote_barrier: Word) -> None:
@@ -436,9 +452,38 @@ def send(remote: Word, value: Float, remote_barrier: Word) -> None:
     )
 
 
+def copy_bulk_multicast(
+    shared: Word, source: ir.Value, num_bytes: int, barrier: Word, blocks: Word
+) -> None:
+    """Starts a copy into several blocks of the cluster, at the same place and barrier of each.
+
+    Args:
+      shared: address, as in this block.
+      source: global address.
+      num_bytes: a multiple of 16.
+      barrier: address, as in this block.
+      blocks: bit mask of ranks.
+    """
+    _asm(
+        "{ .reg .b16 mask; cvt.u16.u32 mask, $4;"
+        " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [$0], [$1], $2, [$3], mask; }",
+        shared,
+        source,
+        _word(num_bytes),
+        barrier,
+        blocks,
+    )
+
+
 def sync_threads(name: Word | int, num_threads: int) -> None:
     """Waits for a named group of this many threads; name 0 is the whole block's."""
     _asm(f"bar.sync $0, {num_threads};", _word(name))
+
+
+def arrive_threads(name: Word | int, num_threads: int) -> None:
+    """Counts this thread in for `sync_threads` of others, without waiting."""
+    _asm(f"bar.arrive $0, {num_threads};", _word(name))
 
 
 def sync_warp() -> None:
@@ -456,6 +501,11 @@ def launch_next_kernel() -> None:
     _asm("griddepcontrol.launch_dependents;")
 
 
-def sync_cluster() -> None:
-    """Waits for every thread of every block of the cluster."""
-    _asm("barrier.cluster.arrive; barrier.cluster.wait;")
+def cluster_arrive() -> None:
+    """Tells the cluster that this thread has come so far; orders no memory but fenced barriers."""
+    _asm("barrier.cluster.arrive.relaxed;")
+
+
+def cluster_wait() -> None:
+    """Waits until every thread of the cluster has arrived."""
+    _asm("barrier.cluster.wait.acquire;")

@@ -42,11 +42,13 @@ def test_changing_depth_sampling_and_penalties_compiles_nothing_more():
             for _ in conversation.run(sampling, parse_depth(depth), max_new_tokens=70):
                 pass
             assert conversation.stats.new_tokens == 70
-    assert [event.name for event in programs.events] == ["start", "prefill_192", "cycles_top_k_depth5"]
+    made = [event.name for event in programs.events]
+    assert made == ["start", "prefill_192", "cycles_top_k_depth5"]
     with jax.log_compiles(False), _no_compilation():
         conversation = Conversation(model.weights, programs)
         conversation.read([1, 2, 3])
-        for _ in conversation.run(Sampling(temperature=1, top_k=3), parse_depth(5), max_new_tokens=9):
+        asked = Sampling(temperature=1, top_k=3)
+        for _ in conversation.run(asked, parse_depth(5), max_new_tokens=9):
             pass
 
 
@@ -142,3 +144,18 @@ def test_programs_are_made_from_shapes_alone(model, store):
     later = Programs(model.config, DECODE, model.weights, store)
     later.cycles(GREEDY, 0)
     assert later.num_compiled == 0
+
+
+def test_programs_never_come_from_a_cache_of_jax_since_those_cannot_be_stored(model, store):
+    jax.jit(lambda x: x + 1)(np.float32(1))  # JAX looks at its cache's switch until first used
+    seen: list[str] = []
+
+    def listen(event: str, **_) -> None:
+        seen.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        Programs(model.config, DECODE, model.weights, store).logits(192)
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+    assert not [event for event in seen if "compile_requests_use_cache" in event]

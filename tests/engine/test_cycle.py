@@ -1,6 +1,7 @@
 """Speculation changes nothing: states and text equal one-by-one processing, bit for bit."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,15 +22,15 @@ NAME = "q8_0"  # two DeltaNet layers, one attention layer, an MTP block
 
 def ask(model, state: DecodeState, depth: int, remaining: int = 1000) -> DecodeState:
     config = model.config
-    request = Request(
-        sampling=initial_sampling_state(Sampling(), config.vocab, config.vocab_used),
-        stop_ids=np.full(MAX_STOP_IDS, -1, np.int32),
-        remaining=np.int32(remaining),
-        allowed=state.request.allowed,
-        depth=np.int32(depth),
-        depth_after_rejection=np.int32(depth),
-    )
-    return dataclasses.replace(state, request=request)
+    operands: dict[str, Any] = {
+        "sampling": initial_sampling_state(Sampling(), config.vocab, config.vocab_used),
+        "stop_ids": np.full(MAX_STOP_IDS, -1, np.int32),
+        "remaining": np.int32(remaining),
+        "allowed": state.request.allowed,
+        "depth": np.int32(depth),
+        "depth_after_rejection": np.int32(depth),
+    }
+    return dataclasses.replace(state, request=Request(**operands))
 
 
 def cycle(model, state: DecodeState, drafts=(), depth: int = 0, max_depth: int = MAX_DEPTH):

@@ -1,4 +1,4 @@
-"""Every golden model: logits, states and MTP against float64, text and acceptance token by token."""
+"""Every golden model: logits, states and MTP against float64, text and acceptance by token."""
 
 import dataclasses
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels.decode_blocks import Q4K_BLOCK
+from pallas_kernels.decode_blocks import BLOCKS
 from pallas_kernels.decode_product import prepare
 from tests.kernels.warp_model import unit_product
 
@@ -24,7 +24,7 @@ def _planes(block, rows, k, seed=0):
 
 @pytest.mark.parametrize("rows", [8, 16])
 @pytest.mark.parametrize("outliers", [False, True])
-@pytest.mark.parametrize("block", [Q4K_BLOCK], ids=lambda b: b.format.name)
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=lambda b: b.format.name)
 def test_a_warp_multiplies_what_the_format_unpacks(block, outliers, rows):
     planes = _planes(block, 16, 512)
     rng = np.random.default_rng(1)

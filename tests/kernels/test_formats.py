@@ -10,7 +10,7 @@ from pallas_kernels.formats import FORMATS
 from pallas_kernels.layout import pack_fields, unpack_fields
 from pallas_kernels.matmul_dense import Dense, matmul_dense_reference
 from pallas_kernels.matmul_q2 import matmul_q2_reference
-from pallas_kernels.matmul_q4 import matmul_q4_reference
+from pallas_kernels.matmul_q4 import Q4_K, matmul_q4_reference, quantise_q4_k
 from pallas_kernels.matmul_q5 import matmul_q5_reference
 from pallas_kernels.matmul_q6 import SixBit, matmul_q6_reference
 from pallas_kernels.matmul_q8 import EightBit, matmul_q8_reference
@@ -223,3 +223,17 @@ def test_fields_stand_in_their_bytes_by_the_documented_rule(width, lanes):
         weight = chunk * lanes * per_byte + i * lanes + j
         assert np.array_equal((byte >> (width * i)) & (2**width - 1), fields[:, weight])
     assert np.array_equal(unpack_fields(plane, width, lanes), fields)
+
+
+def test_q4_k_rounds_normal_values_by_seven_percent_and_keeps_what_it_can_hold():
+    normal = np.random.default_rng(0).normal(size=(8, 512)).astype(np.float32)
+    exact = np.tile(np.arange(16, dtype=np.float32) / 8 - 1, (2, 32))
+    edges = np.zeros((4, 256), np.float32)
+    edges[1] = 3.0
+    edges[2] = -3.0
+    edges[3, 7] = 1e-3
+    for values, bound in ((normal, 0.072), (normal * 1e-2, 0.072), (exact, 1e-3), (edges, 1e-3)):
+        parts = {name: np.asarray(part) for name, part in quantise_q4_k(values).items()}
+        planes = {name: jnp.asarray(plane) for name, plane in Q4_K.pack(parts).items()}
+        rounded = np.asarray(Q4_K.unpack(planes))
+        assert np.linalg.norm(rounded - values) <= bound * np.linalg.norm(values)

@@ -27,16 +27,17 @@ class Instructions(Memory):
 
     @staticmethod
     def permute_bytes(low, high, selector):
-        both = low.astype(np.uint64) | (np.uint64(high) << np.uint64(32))
-        result = np.zeros(32, np.uint64)
+        both = low.astype(np.uint64) | (np.asarray(high).astype(np.uint64) << np.uint64(32))
+        result, selector = np.zeros(32, np.uint64), np.asarray(selector, np.uint64)
         for i in range(4):
-            byte = (both >> np.uint64(8 * (selector >> 4 * i & 7))) & np.uint64(255)
+            index = selector >> np.uint64(4 * i) & np.uint64(7)
+            byte = (both >> (np.uint64(8) * index)) & np.uint64(255)
             result |= byte << np.uint64(8 * i)
         return result.astype(np.uint32)
 
     @staticmethod
-    def bits_or(word, mask, pattern):
-        return word & np.uint32(mask) | np.uint32(pattern)
+    def merge(word, mask, pattern):
+        return word & np.uint32(mask) ^ np.asarray(pattern, np.uint32)
 
     @staticmethod
     def add_halves(a, b):
@@ -73,20 +74,19 @@ class Instructions(Memory):
 class Operand:
     """The prepared activations that block `index` of a row meets."""
 
-    def __init__(self, activations, index: int):
-        lane = np.arange(32)
-        runs = np.asarray(activations.values)[8 * index : 8 * index + 8]
-        self.values = runs.view(np.uint32).reshape(8, -1, 32, 4)  # run, tile, lane, word
-        starts = np.asarray(activations.starts)
-        per_block = len(starts) // (len(activations.values) // 8)
-        self.starts = starts[index * per_block : (index + 1) * per_block][:, :, lane % 4]
-        self.all_sums = np.asarray(activations.sums)[index]
+    def __init__(self, block, activations, index: int):
+        tiles = activations.scales.shape[0] // 8
+        sizes = np.cumsum([1024 * tiles, 8 * block.num_offsets * tiles])
+        values, offsets, sums = np.split(np.asarray(activations.blocks)[index], sizes)
+        self.values = values.reshape(8, tiles, 32, 4)
+        self.all_offsets = offsets.reshape(tiles, 32, -1)
+        self.all_sums = sums.reshape(tiles, 32, -1)
 
     def fragments(self, run, tile):
         return list(self.values[run, tile].T.copy())
 
-    def start(self, run, tile):
-        return list(self.starts[run, tile].T.copy())
+    def offsets(self, tile):
+        return list(self.all_offsets[tile].T.copy())
 
     def sums(self, tile):
         return list(self.all_sums[tile].T.copy())
@@ -95,12 +95,12 @@ class Operand:
 def unit_product(block, words: np.ndarray, activations) -> np.ndarray:
     """Returns [R, 16]: one unit's outputs, before the activations' scales."""
     lane = np.arange(32, dtype=np.uint32)
-    num_tiles = np.asarray(activations.values).shape[1] // 8
+    num_tiles = activations.scales.shape[0] // 8
     totals = [[Float(0.0)] * 4 for _ in range(num_tiles)]
     for index in range(words.size // block.words):
         isa = Instructions(words[index * block.words : (index + 1) * block.words])
         loaded = block.load(isa, np.zeros(32, np.uint32), lane)
-        totals = block.product(isa, loaded, Operand(activations, index), totals)
+        totals = block.product(isa, loaded, Operand(block, activations, index), totals)
     g, t = np.arange(32) // 4, np.arange(32) % 4
     result = np.zeros((8 * num_tiles, 16), np.float32)
     for tile, total in enumerate(totals):
