@@ -1,10 +1,14 @@
 """What tells the device which tokens may come next: the interface that grammars implement."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
+import jax
 import numpy as np
 from jaxtyping import UInt32
+
+from openjet_jax.state import DecodeState
 
 
 class Constraint(Protocol):
@@ -25,3 +29,11 @@ class Constraint(Protocol):
     def advance(self, token_ids: Sequence[int]) -> None:
         """Moves past tokens that were emitted."""
         ...
+
+
+def restricted(state: DecodeState, constraint: Constraint) -> DecodeState:
+    """Returns the state with what the rows of its next cycle may choose."""
+    drafts, num_drafts = jax.device_get((state.drafts, state.num_drafts))
+    allowed = jax.device_put(constraint.masks(drafts[: int(num_drafts)].tolist()))
+    request = dataclasses.replace(state.request, allowed=allowed)
+    return dataclasses.replace(state, request=request)

@@ -16,8 +16,8 @@ import numpy as np
 
 from openjet_jax.compiled import Programs
 from openjet_jax.config import MAX_STOP_IDS, DecodeConfig
-from openjet_jax.constraint import Constraint
-from openjet_jax.depth import AutoDepth, DepthPolicy
+from openjet_jax.constraint import Constraint, restricted
+from openjet_jax.depth import AutoDepth, CycleTime, DepthPolicy
 from openjet_jax.dispatches import (
     Burst,
     burst_of,
@@ -234,7 +234,8 @@ class Conversation:
         kind = sampling.kind
         if constraint is not None:
             kind, count = dataclasses.replace(kind, masked=True), 1
-        policy = AutoDepth(depth.depth) if depth.auto else None
+        times = self.programs.cycle_times.setdefault(kind, CycleTime())
+        policy = AutoDepth(depth.depth, times) if depth.auto else None
         remaining = min(max_new_tokens, self.decode.context - len(self.ids))
         self.prepare(partial(self.programs.cycles, kind, depth.max_depth))
         program = self.programs.cycles(kind, depth.max_depth)
@@ -243,7 +244,7 @@ class Conversation:
         while remaining > 0:
             start = time.perf_counter()
             if constraint is not None:
-                self._restrict(constraint)
+                self.state = restricted(self.state, constraint)
             # The first token is shown as soon as it exists.
             now = np.int32(count if self.stats.dispatches else 1)
             self.state, infos, ran = program(self.weights, self.state, now)
@@ -286,13 +287,6 @@ class Conversation:
         self.state = dataclasses.replace(
             self.state, request=request, num_drafts=np.int32(0), stopped=np.bool_(False)
         )
-
-    def _restrict(self, constraint: Constraint) -> None:
-        """Puts into the state what the rows of the next cycle may choose."""
-        drafts, num_drafts = jax.device_get((self.state.drafts, self.state.num_drafts))
-        allowed = jax.device_put(constraint.masks(drafts[: int(num_drafts)].tolist()))
-        request = dataclasses.replace(self.state.request, allowed=allowed)
-        self.state = dataclasses.replace(self.state, request=request)
 
     def _count(self, burst: Burst, seconds: float) -> None:
         """Takes a burst into the conversation's ids and stats."""

@@ -12,11 +12,11 @@ OUTSIDE = {"tests", "bench"}
 # Inside openjet_jax a module imports only from groups before its own, or from its own.
 ORDER = [
     {"config", "program_store", "dispatches"},
-    {"settings", "constraint"},
+    {"settings"},
     {"filters", "weights"},
     {"sampling", "draft_vocabulary", "checkpoint", "stacks", "tiling"},
     {"state", "layers"},
-    {"model", "draft"},
+    {"model", "draft", "constraint"},
     {"cycle", "prefill", "state_checkpoints"},
     {"compiled", "draft_list"},
     {"loading", "conversation"},
