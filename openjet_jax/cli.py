@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add_generation(sub, max_new_tokens=1024)
 
     sub = command("serve", _serve, "serve OpenAI's interface and a chat page over HTTP")
-    _model_arguments(sub)
+    add_model(sub)
     sub.add_argument("--host", default="127.0.0.1", help="address to listen on")
     sub.add_argument("--port", type=int, default=8000)
     sub.add_argument("--name", help="what clients call the model")
