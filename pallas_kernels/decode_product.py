@@ -9,6 +9,7 @@ nothing but that row, and on the cut.
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, Literal
 
 import jax
@@ -77,10 +78,12 @@ class Activations:
         for blocks with mins, of the sums over runs [R / 8, 32 lanes, 2]. Offsets and sums are
         pairs of float16, high and low parts.
       scales: float32 [R].
+      operand: the kind of activations, as `Block.operand` names it.
     """
 
     blocks: jax.Array
     scales: jax.Array
+    operand: str = dataclasses.field(metadata={"static": True})
 
 
 def prepare(x: jax.Array, block: Block) -> Activations:
@@ -99,7 +102,9 @@ def prepare(x: jax.Array, block: Block) -> Activations:
         whole = halves * jnp.array([1, 16], jnp.float32).reshape(1, 1, 1, 2)
         parts.append(_fragments(whole.sum(axis=(2, 3)).reshape(rows, -1, 8)))
     return Activations(
-        blocks=jnp.concatenate(parts, axis=1), scales=jnp.ldexp(jnp.float32(1), exponent - 5)
+        blocks=jnp.concatenate(parts, axis=1),
+        scales=jnp.ldexp(jnp.float32(1), exponent - 5),
+        operand=block.operand,
     )
 
 
@@ -138,13 +143,13 @@ def default_tiles(block: Block, outputs: int, k: int, rows: int = 8) -> Tiles:
     About 64 KB in flight in a block of threads are enough for the bandwidth, and more are worse.
     """
     # An H200 has room for 66 clusters of two, 30 of four, 15 of eight.
-    for parts, grid in ((1, 132), (2, 132), (4, 120), (8, 120)):
-        for warpgroups, stages in ((3, 2), (2, 2)):
-            tiles = Tiles(warpgroups=warpgroups, stages=stages, parts=parts, grid=grid)
-            if k % (WEIGHTS * parts) == 0 and (
-                _Cut.sized(block, tiles, "none", rows, outputs // ROWS, k).shared_bytes
-                <= _SHARED_LIMIT
-            ):
+    parts_and_grids = ((1, 132), (2, 132), (4, 120), (8, 120))
+    # One warpgroup cannot keep up with the memory: a last resort.
+    for warpgroup_counts in ((3, 2), (1,)):
+        for (parts, grid), warpgroups in itertools.product(parts_and_grids, warpgroup_counts):
+            tiles = Tiles(warpgroups=warpgroups, parts=parts, grid=grid)
+            cut = _Cut.sized(block, tiles, "none", rows, outputs // ROWS, k)
+            if k % (WEIGHTS * parts) == 0 and cut.shared_bytes <= _SHARED_LIMIT:
                 return tiles
     raise ValueError(f"{k=} with {rows=} fits no cut; split the matrix along k")
 
@@ -179,7 +184,7 @@ def decode_product(
             plgpu.griddepcontrol_wait()
         inline(functools.partial(_stream_kernel, cut))(*refs)
 
-    cluster = dict(cluster=(tiles.cluster,), cluster_names=("part",)) if tiles.cluster > 1 else {}
+    clustered = tiles.cluster > 1
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((cut.rows, cut.outputs), jnp.float32),
@@ -190,7 +195,8 @@ def decode_product(
         thread_name="warpgroup",
         kernel_name=f"decode_product_{block.format.name}_kernel",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        **cluster,
+        cluster=(tiles.cluster,) if clustered else (),
+        cluster_names=("part",) if clustered else (),
     )(weights, layer, x.blocks, x.scales)
 
 
@@ -230,9 +236,9 @@ class _Cut:
             raise ValueError(f"{blocks=} of 256 weights must split into {tiles.parts=}")
         if epilogue not in ("none", "silu_gate"):
             raise ValueError(f"{epilogue=} must be 'none' or 'silu_gate'")
+        if x.operand != block.operand:
+            raise ValueError(f"{x.operand=} must be {block.operand!r}; prepare them for this block")
         cut = cls.sized(block, tiles, epilogue, rows, units, blocks * WEIGHTS)
-        if x.blocks.shape[1] * 4 != cut.operand_bytes:
-            raise ValueError(f"activations were not prepared for {block.format.name!r} blocks")
         if cut.shared_bytes > _SHARED_LIMIT:
             raise ValueError(
                 f"{cut.shared_bytes} bytes of shared memory exceed {_SHARED_LIMIT}; "
@@ -281,6 +287,11 @@ class _Cut:
         return -(-self.units // self.workers)
 
     @property
+    def turns_of_part(self) -> int:
+        """The most units of one consumer that one part adds up and stores."""
+        return -(-self.turns // self.tiles.parts)
+
+    @property
     def sums_bytes(self) -> int:
         """The sums of a unit: float32 [R / 8, 128]."""
         return self.rows // 8 * 512
@@ -294,7 +305,7 @@ class _Cut:
     def shared_words(self) -> list[int]:
         """Sizes of: rings, activations, warps' sums, sums of other parts, barriers."""
         tiles = self.tiles
-        received = self.turns * tiles.parts if tiles.parts > 1 else 0
+        received = self.turns_of_part * tiles.parts if tiles.parts > 1 else 0
         barriers = tiles.warpgroups * (2 * tiles.stages + self.turns) + self.steps
         return [
             tiles.warpgroups * tiles.stages * self.stage_bytes // 4,
@@ -593,7 +604,10 @@ class _Outputs:
         return self.worker * self.cut.turns + turn
 
     def _slot(self, turn: ptx.Word) -> ptx.Word:
-        return self.at.received + self._index(turn) * (self.cut.tiles.parts * self.cut.sums_bytes)
+        """Returns where the part that stores a turn keeps what all parts send for it."""
+        cut = self.cut
+        index = self.worker * cut.turns_of_part + turn // cut.tiles.parts
+        return self.at.received + index * (cut.tiles.parts * cut.sums_bytes)
 
     def _store(self, turn: ptx.Word, read) -> None:
         cut, at = self.cut, self.at
