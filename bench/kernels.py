@@ -20,14 +20,10 @@ import numpy as np
 from bench.manifest import device_folder, manifest
 from bench.summary import RESULTS, Figure, record
 from bench.timing import kernel_times_us, wall_time_us
+from pallas_kernels.decode_activations import prepare
 from pallas_kernels.decode_blocks import BLOCKS
-from pallas_kernels.decode_product import (
-    Epilogue,
-    Tiles,
-    decode_product,
-    default_tiles,
-    prepare,
-)
+from pallas_kernels.decode_cuts import Epilogue, Tiles, default_tiles
+from pallas_kernels.decode_product import decode_product
 
 LIMIT = 2.5e-3
 """Largest relative RMS error against float32 with unrounded activations."""

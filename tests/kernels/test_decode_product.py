@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.decode_activations import prepare
 from pallas_kernels.decode_blocks import BLOCKS
-from pallas_kernels.decode_product import Tiles, decode_product, default_tiles, prepare
+from pallas_kernels.decode_cuts import Tiles, default_tiles
+from pallas_kernels.decode_product import decode_product
 
 pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 
