@@ -17,9 +17,8 @@ import numpy as np
 import openjet_jax as oj
 from openjet_jax.conversation import Conversation
 from openjet_jax.depth import parse_depth
-from openjet_jax.draft_vocabulary import make_draft_head, with_draft_head
+from openjet_jax.draft_vocabulary import with_draft_head
 from openjet_jax.engine import programs_for
-from openjet_jax.weights import Packed
 
 SOURCES = ("textwrap", "heapq", "shlex", "csv", "sched", "graphlib", "json/decoder", "bisect")
 
@@ -59,11 +58,7 @@ SAMPLED = ((5, 4, False), (2, 3, False), (0, 4, False), (4, 4, True))
 
 def with_list(model: oj.Model, ids: np.ndarray) -> oj.Model:
     """Returns the model drafting over a list of ids and the sequence's own tokens."""
-    head = model.weights.head
-    if not isinstance(head, Packed):
-        raise SystemExit("a tiled head keeps no rows: run with a model that drafts over a list")
-    draft = make_draft_head(head, ids, model.config.vocab)
-    weights = with_draft_head(model.weights, draft)
+    weights = with_draft_head(model.weights, ids, model.config.vocab)
     return dataclasses.replace(model, weights=weights, programs={})
 
 
