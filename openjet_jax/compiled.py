@@ -135,7 +135,8 @@ class Programs:
         info = CycleInfo(*(leaf for _ in dataclasses.fields(CycleInfo)))
         out = (self.state_specs, info, 0)
         return self._get(
-            f"cycles_{kind.method}{'_adjusted' * kind.adjusted}_depth{max_depth}",
+            f"cycles_{kind.method}{'_adjusted' * kind.adjusted}{'_masked' * kind.masked}"
+            f"_depth{max_depth}",
             run,
             args,
             out,
