@@ -1,8 +1,8 @@
 """`openjet-jax chat`: one conversation in a terminal, turn after turn.
 
 A turn reads only what the template adds to the tokens already there; where the template rewrites
-history (it drops the reasoning of earlier turns, say), what it rewrote is read again: the line under
-an answer says how many tokens were read.
+history (it drops the reasoning of earlier turns, say), what it rewrote is read again: the line
+under an answer says how many tokens were read.
 """
 
 import contextlib
