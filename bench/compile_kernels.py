@@ -27,14 +27,10 @@ import jax.numpy as jnp  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 
 from bench.kernels import CASES, Case  # noqa: E402
+from pallas_kernels.decode_activations import Activations, prepare  # noqa: E402
 from pallas_kernels.decode_blocks import BLOCKS  # noqa: E402
-from pallas_kernels.decode_product import (  # noqa: E402
-    Activations,
-    Tiles,
-    decode_product,
-    default_tiles,
-    prepare,
-)
+from pallas_kernels.decode_cuts import Tiles, default_tiles  # noqa: E402
+from pallas_kernels.decode_product import decode_product  # noqa: E402
 
 _H200 = """
 gpu_device_info {

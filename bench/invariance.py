@@ -17,7 +17,7 @@ import numpy as np
 import openjet_jax as oj
 from openjet_jax.conversation import Conversation
 from openjet_jax.depth import parse_depth
-from openjet_jax.draft_vocabulary import make_draft_head, with_draft_head
+from openjet_jax.draft_vocabulary import with_draft_head
 from openjet_jax.engine import programs_for
 
 SOURCES = ("textwrap", "heapq", "shlex", "csv", "sched", "graphlib", "json/decoder", "bisect")
@@ -58,8 +58,7 @@ SAMPLED = ((5, 4, False), (2, 3, False), (0, 4, False), (4, 4, True))
 
 def with_list(model: oj.Model, ids: np.ndarray) -> oj.Model:
     """Returns the model drafting over a list of ids and the sequence's own tokens."""
-    draft = make_draft_head(model.weights.head, ids, model.config.vocab)
-    weights = with_draft_head(model.weights, draft)
+    weights = with_draft_head(model.weights, ids, model.config.vocab)
     return dataclasses.replace(model, weights=weights, programs={})
 
 

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from bench.kernels import CASES, inputs, make_tiles
+from pallas_kernels.decode_activations import prepare
 from pallas_kernels.decode_blocks import BLOCKS
-from pallas_kernels.decode_product import Tiles, decode_product, default_tiles, prepare
+from pallas_kernels.decode_cuts import Tiles, default_tiles
+from pallas_kernels.decode_product import decode_product
 
 
 def main(name: str, text: str = "{}") -> None:

@@ -4,8 +4,8 @@
 
 Reading alone is plain `read` of every weight file into one buffer, over and over, on one thread: no
 memory is touched that was not touched before. Restoring ends with weights on the device, every byte
-checked. Both after a run that fills the page cache; the best of the runs counts, as other work on
-the machine only slows them. Gate: restoring verifies the checksum of every plane.
+checked. They take turns, after one that fills the page cache, and the best of each counts, as other
+work on the machine only slows them. Gate: restoring verifies the checksum of every plane.
 """
 
 import argparse
@@ -23,14 +23,15 @@ from openjet_jax.stacks import load_weights
 BUFFER_BYTES = 2**20
 
 
-def best_seconds(runs: int, action: Callable[[], object]) -> float:
-    """Returns the shortest time of some runs, after one that does not count."""
-    times = []
+def best_seconds(runs: int, *actions: Callable[[], object]) -> list[float]:
+    """Returns the shortest time of each action; they take turns, and the first does not count."""
+    times: list[list[float]] = [[] for _ in actions]
     for _ in range(runs + 1):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+        for action, mine in zip(actions, times, strict=True):
+            start = time.perf_counter()
+            action()
+            mine.append(time.perf_counter() - start)
+    return [min(mine[1:]) for mine in times]
 
 
 def read(files: list[pathlib.Path]) -> None:
@@ -66,9 +67,10 @@ def main() -> None:
     def speed(seconds: float) -> float:
         return nbytes / seconds / 1e9
 
-    reading = speed(best_seconds(args.runs, lambda: read(files)))
-    restoring = speed(best_seconds(args.runs, restore))
-    orbax = speed(best_seconds(2, lambda: restore_with_orbax(sorted(weights.iterdir()))))
+    times = best_seconds(args.runs, lambda: read(files), restore)
+    reading, restoring = map(speed, times)
+    blocks = sorted(weights.iterdir())
+    (orbax,) = map(speed, best_seconds(1, lambda: restore_with_orbax(blocks)))
     share = restoring / reading
 
     def figure(name: str, value: float, unit: str = "GB/s", **bounds: float) -> Figure:

@@ -85,23 +85,31 @@ def _number(value: float | None) -> str:
 
 
 def table(results: pathlib.Path = RESULTS) -> str:
-    """Returns a Markdown table of every device's figures, empty where there are none.
+    """Returns a Markdown table for each device, of the figures that have a bound or a peer.
+
+    Columns that are empty on a device are left out; without any figure the text is empty.
 
     Args:
       results: directory that `record` wrote to.
     """
-    columns = ("figure", "value", "must", "aim", "share of limit", "peer", "script", "commit, date")
     parts = []
     for path in sorted(results.glob("*/summary.json")):
-        lines = [f"**{path.parent.name}**", "", f"| {' | '.join(columns)} |", "|---" * 8 + "|"]
-        lines += [f"| {' | '.join(_row(figure))} |" for figure in json.loads(path.read_text())]
-        parts.append("\n".join(lines))
+        figures = json.loads(path.read_text())
+        rows = [_row(f) for f in figures if (f["must"], f["aim"], f["peer"]) != (None, None, None)]
+        columns = [name for name in COLUMNS if any(row[name] for row in rows)]
+        lines = [columns, ["---"] * len(columns), *([row[c] for c in columns] for row in rows)]
+        if rows:
+            text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+            parts.append(f"**{path.parent.name}**\n\n{text}")
     return "\n\n".join(parts)
 
 
-def _row(figure: dict[str, Any]) -> list[str]:
+COLUMNS = ("figure", "value", "must", "aim", "share of limit", "peer", "measured by")
+
+
+def _row(figure: dict[str, Any]) -> dict[str, str]:
     share = figure["share_of_limit"]
-    return [
+    cells = (
         figure["name"],
         f"{_number(figure['value'])} {figure['unit']}",
         _number(figure["must"]),
@@ -109,8 +117,8 @@ def _row(figure: dict[str, Any]) -> list[str]:
         "" if share is None else f"{share:.0%}",
         _number(figure["peer"]),
         f"`{figure['script']}`",
-        f"{figure['commit'] or 'unknown'}, {figure['date'][:10]}",
-    ]
+    )
+    return dict(zip(COLUMNS, cells, strict=True))
 
 
 def with_table(text: str, figures: str) -> str:

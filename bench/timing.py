@@ -19,9 +19,10 @@ def kernel_times_us(run, *args, name: str, per_call: int = 0, repeats: int = 5) 
       repeats: calls.
     """
     profile = profiler.Cupti(finalize=False).measure(run, aggregate=False)
-    times = []
+    times, kernels = [], []
     for _ in range(repeats):
-        _, kernels = profile(*args)
+        _, timings = profile(*args)
+        kernels = [(str(kernel), float(ms)) for kernel, ms in timings or []]  # pyright: ignore
         mine = [1e3 * ms for kernel, ms in kernels if name in kernel]
         times += [sum(mine) / per_call] if per_call else mine
     if not times:

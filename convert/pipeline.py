@@ -127,22 +127,11 @@ def describe(model: ModelFile) -> CheckpointConfig:
 
 
 def _planned(model: ModelFile, source: TensorSource) -> TensorEntry:
-    role, kind = source.role, source.record.type
-    if not role.packed:
-        form, planes = DENSE, {VALUES: PlaneEntry(shape=source.shape, dtype="float32", checksum="")}
-    else:
-        form, planes = packed_format_of(kind), {}
-        if form is None:
-            raise GGUFError(
-                f"{model.file.path}: tensor {source.name} has type {kind.name}, which cannot be "
-                "packed without rounding; quantise the model to another type"
-            )
-        for plane, spec in FORMATS[form].plane_specs(*source.shape).items():
-            dtype = np.dtype(spec.dtype).name
-            planes[plane] = PlaneEntry(shape=spec.shape, dtype=dtype, checksum="")
+    role = source.role
+    form, planes = _packing(model, source)
     return TensorEntry(
         name=source.name,
-        source_type=kind.name,
+        source_type=source.record.type.name,
         field=role.field if role.stack == "global" else f"{role.stack}.{role.field}",
         slot=role.slot,
         block=_block_of(source.name),
@@ -150,6 +139,31 @@ def _planned(model: ModelFile, source: TensorSource) -> TensorEntry:
         shape=source.shape,
         planes=planes,
     )
+
+
+def _packing(model: ModelFile, source: TensorSource) -> tuple[str, dict[str, PlaneEntry]]:
+    """Returns the format that a tensor goes to, and its planes, checksums empty.
+
+    Raises:
+      GGUFError: no format holds its type, or rows of its length.
+    """
+    if not source.role.packed:
+        return DENSE, {VALUES: PlaneEntry(shape=source.shape, dtype="float32", checksum="")}
+    kind = source.record.type
+    form = packed_format_of(kind)
+    if form is None:
+        raise GGUFError(
+            f"{model.file.path}: tensor {source.name} has type {kind.name}, which cannot be packed "
+            "without rounding; quantise the model to another type"
+        )
+    try:
+        specs = FORMATS[form].plane_specs(*source.shape)
+    except ValueError as error:
+        raise GGUFError(f"{model.file.path}: tensor {source.name}: {error}") from error
+    return form, {
+        plane: PlaneEntry(shape=spec.shape, dtype=np.dtype(spec.dtype).name, checksum="")
+        for plane, spec in specs.items()
+    }
 
 
 def _block_of(name: str) -> str:

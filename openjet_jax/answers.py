@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
+from openjet_jax.constraint import Constraint
 from openjet_jax.conversation import Conversation
 from openjet_jax.depth import DepthPolicy, parse_depth
 from openjet_jax.dispatches import check_stop_ids
 from openjet_jax.loading import Model
 from openjet_jax.sampling import initial_sampling_state
-from openjet_jax.settings import Sampling
+from openjet_jax.settings import Sampling, SamplingKind
 from openjet_jax.stats import Stats
 from openjet_jax.stop_strings import StopMatcher
 from openjet_jax.tokenizer import Detokenizer
@@ -104,6 +105,7 @@ class AnswerSettings:
       stop: strings that end the text.
       stop_ids: ids that end it.
       cycles_per_dispatch: cycles between two looks of the host; None for the most compiled.
+      constraint: restricts every token, or None.
     """
 
     sampling: Sampling
@@ -112,6 +114,12 @@ class AnswerSettings:
     stop: tuple[str, ...]
     stop_ids: tuple[int, ...]
     cycles_per_dispatch: int | None
+    constraint: Constraint | None
+
+    @property
+    def kind(self) -> SamplingKind:
+        """The sampling program that is needed."""
+        return dataclasses.replace(self.sampling.kind, masked=self.constraint is not None)
 
 
 def answer_settings(
@@ -124,6 +132,7 @@ def answer_settings(
     stop_ids: Sequence[int] | None = None,
     ignore_eos: bool = False,
     cycles_per_dispatch: int | None = None,
+    constraint: Constraint | None = None,
 ) -> AnswerSettings:
     """Returns checked settings; arguments are those of `stream`.
 
@@ -146,6 +155,7 @@ def answer_settings(
         stop=tuple(stop),
         stop_ids=tuple(stops),
         cycles_per_dispatch=cycles_per_dispatch,
+        constraint=constraint,
     )
 
 
@@ -171,6 +181,7 @@ def answer(
         max_new_tokens=settings.max_new_tokens,
         stop_ids=settings.stop_ids,
         cycles_per_dispatch=settings.cycles_per_dispatch,
+        constraint=settings.constraint,
         output_start=output_start,
     )
     matcher, stats = StopMatcher(settings.stop), conversation.stats

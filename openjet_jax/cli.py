@@ -69,6 +69,18 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--system", help="system message")
     add_generation(sub, max_new_tokens=1024)
 
+    sub = command("serve", _serve, "serve OpenAI's interface and a chat page over HTTP")
+    add_model(sub)
+    sub.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    sub.add_argument("--port", type=int, default=8000)
+    sub.add_argument("--name", help="what clients call the model")
+    sub.add_argument("--agents", type=int, default=1, help="conversations on the device, 1..8")
+    sub.add_argument("--queue", type=int, default=32, help="requests that may wait for a place")
+    sub.add_argument("--depth", help='drafts a cycle: 0..5, "4/3" (3 after a rejection), "auto"')
+    sub.add_argument("--max-tokens", type=int, help="most tokens of an answer")
+    sub.add_argument("--api-key-file", type=Path, help="file of keys, one a line")
+    sub.add_argument("--session-dir", type=Path, help="keep conversations here across restarts")
+
     sub = command("logits", _logits, "write logits at every position of a token sequence")
     sub.add_argument("model", help=MODEL)
     sub.add_argument("--tokens", type=Path, required=True, help=".npy file of token ids")
@@ -155,6 +167,33 @@ def _chat(args: argparse.Namespace) -> None:
     from openjet_jax.chat_loop import chat_loop
 
     chat_loop(model_of(args), args.system, settings_of(args))
+
+
+def _serve(args: argparse.Namespace) -> None:
+    try:
+        from openjet_jax.server.config import ServerConfig
+        from openjet_jax.server.serve import serve
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"serving needs {error.name}; install the extra: pip install 'openjet-jax[server]'"
+        ) from None
+    import openjet_jax as oj
+
+    keys = args.api_key_file.read_text(encoding="utf-8").split() if args.api_key_file else ()
+    config = ServerConfig(
+        host=args.host,
+        port=args.port,
+        name=args.name,
+        api_keys=tuple(keys),
+        agents=args.agents,
+        queue_len=args.queue,
+        max_tokens=args.max_tokens,
+        context=args.context,
+        kv_dtype=args.kv_dtype,
+        depth=args.depth,
+        session_dir=args.session_dir,
+    )
+    serve(oj.load(args.model), config)
 
 
 def _logits(args: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from openjet_jax.config import DecodeConfig, ModelConfig
 from openjet_jax.cycle import cycles
+from openjet_jax.depth import CycleTime
 from openjet_jax.draft import mtp_chunk
 from openjet_jax.draft_vocabulary import empty_slots
 from openjet_jax.model import logits
@@ -60,6 +61,7 @@ class Programs:
 
     Attributes:
       events: what was made ready, in order; tests count compilations here.
+      cycle_times: what cycles of each sampling kind were measured to take, for automatic depth.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Programs:
         self.state_specs = jax.eval_shape(self._start)
         self.store = ProgramStore(cache_directory() / "programs") if store is None else store
         self.events: list[CompileEvent] = []
+        self.cycle_times: dict[SamplingKind, CycleTime] = {}
         self._ready: dict[str, Executable] = {}
 
     @property
@@ -132,7 +135,8 @@ class Programs:
         info = CycleInfo(*(leaf for _ in dataclasses.fields(CycleInfo)))
         out = (self.state_specs, info, 0)
         return self._get(
-            f"cycles_{kind.method}{'_adjusted' * kind.adjusted}_depth{max_depth}",
+            f"cycles_{kind.method}{'_adjusted' * kind.adjusted}{'_masked' * kind.masked}"
+            f"_depth{max_depth}",
             run,
             args,
             out,

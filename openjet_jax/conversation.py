@@ -16,7 +16,8 @@ import numpy as np
 
 from openjet_jax.compiled import Programs
 from openjet_jax.config import MAX_STOP_IDS, DecodeConfig
-from openjet_jax.depth import AutoDepth, DepthPolicy
+from openjet_jax.constraint import Constraint, restricted
+from openjet_jax.depth import AutoDepth, CycleTime, DepthPolicy
 from openjet_jax.dispatches import (
     Burst,
     burst_of,
@@ -207,6 +208,7 @@ class Conversation:
         max_new_tokens: int,
         stop_ids: Sequence[int] = (),
         cycles_per_dispatch: int | None = None,
+        constraint: Constraint | None = None,
         output_start: int | None = None,
     ) -> Iterator[Burst]:
         """Yields what each dispatch emits, until a stop id or the last token that fits.
@@ -217,6 +219,8 @@ class Conversation:
           max_new_tokens: most tokens to emit, cut to what the context still holds.
           stop_ids: ids that end generation; they are emitted.
           cycles_per_dispatch: cycles between two looks of the host; the compiled most by default.
+          constraint: restricts every token; the host is asked before every cycle, so that a
+            dispatch runs a single one.
           output_start: position from which penalties count tokens as output; by default all of them
             so far are prompt.
 
@@ -227,14 +231,20 @@ class Conversation:
         check_stop_ids(stop_ids, self.programs.config.vocab)
         if not self.ids:
             raise ValueError("nothing was read yet: a conversation starts with a prompt")
-        policy = AutoDepth(depth.depth) if depth.auto else None
+        kind = sampling.kind
+        if constraint is not None:
+            kind, count = dataclasses.replace(kind, masked=True), 1
+        times = self.programs.cycle_times.setdefault(kind, CycleTime())
+        policy = AutoDepth(depth.depth, times) if depth.auto else None
         remaining = min(max_new_tokens, self.decode.context - len(self.ids))
-        self.prepare(partial(self.programs.cycles, sampling.kind, depth.max_depth))
-        program = self.programs.cycles(sampling.kind, depth.max_depth)
+        self.prepare(partial(self.programs.cycles, kind, depth.max_depth))
+        program = self.programs.cycles(kind, depth.max_depth)
         output_start = len(self.ids) if output_start is None else output_start
         self._ask(sampling, depth, remaining, stop_ids, output_start)
         while remaining > 0:
             start = time.perf_counter()
+            if constraint is not None:
+                self.state = restricted(self.state, constraint)
             # The first token is shown as soon as it exists.
             now = np.int32(count if self.stats.dispatches else 1)
             self.state, infos, ran = program(self.weights, self.state, now)
@@ -242,6 +252,8 @@ class Conversation:
             seconds = time.perf_counter() - start
             remaining -= len(burst.token_ids)
             self._count(burst, seconds)
+            if constraint is not None:
+                constraint.advance(burst.token_ids)
             if policy is not None:
                 policy.observe(burst.cycles, seconds)
                 chosen = np.int32(policy.choose())
@@ -267,6 +279,7 @@ class Conversation:
             "sampling": chosen,
             "stop_ids": stops,
             "remaining": np.int32(remaining),
+            "allowed": self.state.request.allowed,
             "depth": np.int32(depth.depth),
             "depth_after_rejection": np.int32(depth.after_rejection),
         }

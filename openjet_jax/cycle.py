@@ -20,7 +20,7 @@ from openjet_jax.config import ROWS, ModelConfig
 from openjet_jax.draft import mtp_block, mtp_fill
 from openjet_jax.draft_vocabulary import draft_logits, hold
 from openjet_jax.model import logits, trunk_cycle
-from openjet_jax.sampling import accept, adjust, choose, log_probabilities, observe
+from openjet_jax.sampling import accept, adjust, choose, log_probabilities, observe, restrict
 from openjet_jax.settings import SamplingKind
 from openjet_jax.state import CycleInfo, DecodeState, Request
 from openjet_jax.weights import Weights
@@ -55,6 +55,8 @@ def cycle(
             sampling = state.request.sampling
             used = config.vocab_used
             adjusted = adjust(raw, sampling, kind, state.drafts, row, vocab_used=used)
+            if kind.masked:
+                adjusted = restrict(adjusted, state.request.allowed)
             chosen = choose(adjusted, start + 1 + row, sampling, kind)
             logprobs = log_probabilities(raw, chosen, vocab_used=used)
     with jax.named_scope("commit"):

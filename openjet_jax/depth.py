@@ -6,6 +6,8 @@ policies here run on the host between dispatches. Changing the depth never compi
 
 import dataclasses
 
+import numpy as np
+
 from openjet_jax.config import MAX_DEPTH
 
 AUTO = "auto"
@@ -26,15 +28,18 @@ class DepthPolicy:
     auto: bool = False
 
     def __post_init__(self):
-        """Raises ValueError if a depth is outside 0..5."""
-        for value in (self.depth, self.after_rejection):
-            if not 0 <= value <= MAX_DEPTH:
-                raise ValueError(f"depth {value} must be in 0..{MAX_DEPTH}")
+        """Raises ValueError if a depth is outside 0..5, or larger after a rejection."""
+        if not 0 <= self.depth <= MAX_DEPTH:
+            raise ValueError(f"depth {self.depth} must be in 0..{MAX_DEPTH}")
+        if not 0 <= self.after_rejection <= self.depth:
+            raise ValueError(
+                f"depth {self.after_rejection} after a rejection must be in 0..{self.depth}"
+            )
 
     @property
     def max_depth(self) -> int:
         """The depth that a program for this policy must be able to make."""
-        return MAX_DEPTH if self.auto else max(self.depth, self.after_rejection)
+        return MAX_DEPTH if self.auto else self.depth
 
 
 def parse_depth(depth: int | str) -> DepthPolicy:
@@ -57,82 +62,120 @@ def parse_depth(depth: int | str) -> DepthPolicy:
     )
 
 
-class AutoDepth:
-    """Picks the depth with the most expected tokens a second, with hysteresis.
+class CycleTime:
+    """The time of a cycle, `base + depth * draft` seconds, from measured dispatches.
 
-    Acceptance by draft position is a running mean (each position given that the one before was
-    accepted); the time of a cycle is a line through measured dispatches, `base + depth * draft`.
-    Expected tokens of a cycle at depth d are `1 + sum_i prod_{j<=i} p_j`.
+    A line is its true shape: every depth verifies the same padded rows, and drafts run one after
+    another. So each measurement tells of every depth, tried or not. The two numbers are tracked by
+    a Kalman filter (Kalman 1960) in which the base drifts, as it does when the context grows.
+
+    Attributes:
+      count: measurements taken in.
     """
 
-    def __init__(self, depth: int, *, memory: float = 0.97, margin: float = 0.03):
+    NOISE, DRIFT = 0.05, 0.01
+    """Standard deviation of a measurement, and of the base's change between two, relative."""
+
+    MOST = 1.3
+    """A dispatch that takes longer than this times the expected was held up by something else."""
+
+    def __init__(self):
+        """Starts without measurements: a draft is taken to cost 8 % of the base."""
+        self.count = 0
+        self._line = np.array([1.0, 0.08])
+        self._spread = np.zeros((2, 2))
+
+    def __call__(self, depth: int) -> float:
+        """Returns the expected seconds of a cycle; relative ones before the first measurement."""
+        return float(self._line @ (1.0, depth))
+
+    def observe(self, depth: int, seconds: float) -> None:
+        """Takes in the mean time of a dispatch's cycles at a depth."""
+        if not self.count:
+            base = seconds / self(depth)
+            self._line = self._line * base
+            self._spread = np.diag([0.1 * base, 0.05 * base]) ** 2
+        self.count += 1
+        x, expected = np.array([1.0, depth]), self(depth)
+        self._spread[0, 0] += (self.DRIFT * expected) ** 2
+        gain = self._spread @ x / (x @ self._spread @ x + (self.NOISE * expected) ** 2)
+        surprise = min(seconds, self.MOST * expected) - expected
+        self._line = np.maximum(self._line + gain * surprise, 1e-3 * self._line)
+        self._spread = self._spread - np.outer(gain, x @ self._spread)
+
+
+class AutoDepth:
+    """Picks the depth with the most expected tokens a second.
+
+    Expected tokens of a cycle at depth d are `1 + sum_{i<=d} prod_{j<=i} p_j`, with p_j the chance
+    that draft j survives if those before it did (`Stats` counts the products). Each p_j is a mean
+    of evidence that fades and of a prior, a little less than p_{j-1}: what has not been tried for
+    long is thought to be like what is tried, so no depth is left for good.
+    """
+
+    PROBES = (MAX_DEPTH, 2)
+    """Depths of the first dispatches while cycle times are unknown: two ends of the line."""
+
+    FIRST, STEP, WEIGHT = 0.75, 0.95, 3.0
+    """Prior of p_1, of p_j relative to p_{j-1}, and its weight in observations."""
+
+    def __init__(
+        self,
+        depth: int,
+        times: CycleTime | None = None,
+        *,
+        memory: float = 0.98,
+        margin: float = 0.01,
+    ):
         """Starts at `depth`.
 
         Args:
           depth: first choice.
-          memory: how much of the past a running mean keeps at each observation.
+          times: of this program, as far as they are known; shared by all requests that run it.
+          memory: how much of the evidence on acceptance a cycle leaves.
           margin: relative gain that another depth must promise before it is taken.
         """
         self.depth = depth
+        self.times = CycleTime() if times is None else times
         self.memory, self.margin = memory, margin
-        self._accepted = [0.0] * MAX_DEPTH
-        self._tried = [0.0] * MAX_DEPTH
-        self._seconds: dict[int, float] = {}
-
-    def acceptance(self, position: int) -> float:
-        """Returns the estimated chance that draft `position` (from 0) survives if reached.
-
-        Unseen positions are taken to be like the last seen one, a little worse.
-        """
-        weight = 2.0
-        prior = 0.7 if position == 0 else 0.97 * self.acceptance(position - 1)
-        return (self._accepted[position] + weight * prior) / (self._tried[position] + weight)
+        self._accepted, self._tried = np.zeros(MAX_DEPTH), np.zeros(MAX_DEPTH)
+        self._probes = [] if self.times.count else list(self.PROBES)
+        self._dispatches = 0
 
     def tokens(self, depth: int) -> float:
         """Returns the expected tokens of a cycle at a depth."""
-        total, survives = 1.0, 1.0
-        for position in range(depth):
-            survives *= self.acceptance(position)
+        total, survives, p = 1.0, 1.0, self.FIRST / self.STEP
+        for accepted, tried in zip(self._accepted[:depth], self._tried[:depth], strict=True):
+            p = (accepted + self.WEIGHT * self.STEP * p) / (tried + self.WEIGHT)
+            survives *= p
             total += survives
         return total
 
-    def seconds(self, depth: int) -> float:
-        """Returns the expected time of a cycle at a depth, interpolating between measured ones."""
-        known = sorted(self._seconds)
-        if not known:
-            return 1.0 + 0.1 * depth
-        if len(known) == 1:
-            only = known[0]
-            return self._seconds[only] * (1.0 + 0.1 * depth) / (1.0 + 0.1 * only)
-        mean_d = sum(known) / len(known)
-        mean_s = sum(self._seconds.values()) / len(known)
-        spread = sum((d - mean_d) ** 2 for d in known)
-        slope = sum((d - mean_d) * (self._seconds[d] - mean_s) for d in known) / spread
-        fitted = mean_s + max(slope, 0.0) * (depth - mean_d)
-        return self._seconds.get(depth, max(fitted, 1e-9))
-
     def observe(self, cycles: list[tuple[int, int]], seconds: float) -> None:
-        """Takes in one dispatch.
+        """Takes in one dispatch at the current depth.
+
+        The time of the first one is left out: it holds what a program does once.
 
         Args:
           cycles: (drafted, accepted) of each cycle that ran.
           seconds: time of the dispatch.
         """
         for drafted, accepted in cycles:
-            for position in range(min(accepted + 1, drafted)):
-                self._accepted[position] *= self.memory
-                self._tried[position] *= self.memory
-                self._accepted[position] += position < accepted
-                self._tried[position] += 1
-        if cycles and seconds > 0:
-            each = seconds / len(cycles)
-            old = self._seconds.get(self.depth, each)
-            self._seconds[self.depth] = old + 0.2 * (each - old)
+            self._accepted *= self.memory
+            self._tried *= self.memory
+            self._accepted[:accepted] += 1
+            self._tried[: min(accepted + 1, drafted)] += 1
+        if cycles and self._dispatches:
+            self.times.observe(self.depth, seconds / len(cycles))
+        self._dispatches += 1
 
     def choose(self) -> int:
         """Returns the depth for the next dispatch, and makes it current."""
-        rates = [self.tokens(d) / self.seconds(d) for d in range(MAX_DEPTH + 1)]
-        best = max(range(MAX_DEPTH + 1), key=lambda d: rates[d])
+        if self._probes:
+            self.depth = self._probes.pop(0)
+            return self.depth
+        rates = [self.tokens(depth) / self.times(depth) for depth in range(MAX_DEPTH + 1)]
+        best = int(np.argmax(rates))
         if rates[best] > rates[self.depth] * (1 + self.margin):
             self.depth = best
         return self.depth

@@ -121,13 +121,19 @@ def count_files(tokenizer: Tokenizer, paths: Iterable[Path]) -> Int[np.ndarray, 
 def _pieces(tokenizer: Tokenizer, path: Path) -> Iterable[np.ndarray]:
     """Yields the ids of a file: text some lines at a time, control tokens in it read as such."""
     if path.suffix == ".npy":
-        ids = np.load(path, allow_pickle=False)
+        try:
+            ids = np.load(path, allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{path} is not a .npy file of token ids ({error})") from None
         if not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(f"{path}: token ids must be integers, not {ids.dtype}")
         yield ids.reshape(-1).astype(np.int64)
         return
     if path.suffix == ".json":
-        content = json.loads(path.read_bytes())
+        try:
+            content = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from None
         if isinstance(content, dict) and "token_ids" in content:
             yield np.asarray(content["token_ids"], np.int64)
             return
@@ -222,7 +228,10 @@ def read_list(directory: Path, checkpoint: str, vocab_used: int) -> DraftList | 
     path = directory / FILE
     way_out = "write it again with `openjet-jax draft-vocab`, or remove it with its --reset"
     try:
-        content = json.loads(path.read_bytes())
+        try:
+            content = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from None
         if content.pop("kind") != KIND or content.pop("version") != VERSION:
             raise ValueError(f"it is not a {KIND!r} of version {VERSION}")
         if content.pop("checkpoint") != checkpoint:

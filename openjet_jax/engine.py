@@ -9,6 +9,7 @@ import numpy as np
 from openjet_jax.answers import Generation, Piece, answer, answer_settings, joined
 from openjet_jax.compiled import Programs
 from openjet_jax.config import DecodeConfig
+from openjet_jax.constraint import Constraint
 from openjet_jax.conversation import Conversation
 from openjet_jax.dispatches import checked_ids, chunk_sizes, cycles_of
 from openjet_jax.loading import Model
@@ -88,6 +89,7 @@ def stream(
     kv_dtype: str | None = None,
     cycles_per_dispatch: int | None = None,
     conversation: Conversation | None = None,
+    constraint: Constraint | None = None,
 ) -> Iterator[Piece]:
     """Yields text as it is generated, in bursts of one dispatch.
 
@@ -107,6 +109,7 @@ def stream(
       kv_dtype: format of the key-value cache.
       cycles_per_dispatch: cycles between two looks of the host.
       conversation: continues this one: the prompt is appended to it.
+      constraint: restricts every token, whatever the depth; see `Constraint`.
 
     Raises:
       ValueError: a setting is off; the message names it, its limit and the way out.
@@ -120,6 +123,7 @@ def stream(
         stop_ids=stop_ids,
         ignore_eos=ignore_eos,
         cycles_per_dispatch=cycles_per_dispatch,
+        constraint=constraint,
     )
     ids = prompt_ids(model, prompt, messages, template_options)
     if conversation is None:
@@ -131,7 +135,7 @@ def stream(
     conversation.stats = Stats(ready_s=conversation.stats.ready_s)
     programs, sizes = conversation.programs, chunk_sizes(conversation.decode.chunks, len(ids))
     conversation.prepare(
-        partial(programs.cycles, settings.sampling.kind, settings.depth.max_depth),
+        partial(programs.cycles, settings.kind, settings.depth.max_depth),
         *(partial(programs.prefill, rows) for rows in sorted(set(sizes))),
     )
     conversation.read(ids)

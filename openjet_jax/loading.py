@@ -118,7 +118,7 @@ def load(
     draft = None
     if config.model.has_mtp:
         draft = chosen_list(directory, config.hash, tokenizer, draft_vocab, draft_head)
-    elif (draft_vocab, draft_head) != (None, None):
+    elif draft_head is not None or not (draft_vocab is None or _is_full(draft_vocab)):
         raise ValueError(
             f"{directory.name} has no MTP block and makes no drafts; leave out {draft_vocab=} and "
             f"{draft_head=}"
@@ -142,6 +142,11 @@ def load(
         backend=backend,
         draft=draft,
     )
+
+
+def _is_full(draft_vocab: DraftVocab) -> bool:
+    """Whether drafts are asked for over the full vocabulary: no wish that a model can fail."""
+    return isinstance(draft_vocab, str) and draft_vocab == "full"
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:

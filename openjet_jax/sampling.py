@@ -14,7 +14,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, UInt, UInt32
 
 from openjet_jax.filters import best_candidates, keep_candidates, keep_tokens
 from openjet_jax.settings import Sampling, SamplingKind
@@ -140,6 +140,20 @@ def adjust(
     logits = logits - state.frequency * counts.astype(jnp.float32)
     logits = logits - jnp.where(counts > 0, state.presence, 0)
     return logits + bias
+
+
+def mask_words(vocab: int) -> int:
+    """Returns the 32-bit words that hold one bit for every token."""
+    return -(-vocab // 32)
+
+
+def restrict(
+    logits: Float[Array, "rows vocab"], allowed: UInt32[Array, "rows words"]
+) -> Float[Array, "rows vocab"]:
+    """Returns logits with -inf for every token whose bit is not set, lowest bit first."""
+    token = jnp.arange(logits.shape[-1], dtype=jnp.uint32)
+    bits = jnp.repeat(allowed, 32, axis=1)[:, : logits.shape[-1]] >> (token % 32)[None]
+    return jnp.where((bits & 1) != 0, logits, -jnp.inf)
 
 
 def gumbel(

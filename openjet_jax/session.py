@@ -203,7 +203,7 @@ class Session:
           every_dispatch: also yields a piece without tokens after every dispatch of reading, so
             that a scheduler gets the device back between two of them.
           **settings: of `stream`: `max_new_tokens`, `sampling`, `depth`, `stop`, `stop_ids`,
-            `ignore_eos`, `cycles_per_dispatch`.
+            `ignore_eos`, `cycles_per_dispatch`, `constraint`.
 
         Raises:
           ValueError: the history is empty or full, or a setting is off.
@@ -295,7 +295,7 @@ class Session:
     ) -> Generator[Piece]:
         conversation = self._memory.conversation
         conversation.stats = stats = Stats()
-        kind, depth = settings.sampling.kind, settings.depth.max_depth
+        kind, depth = settings.kind, settings.depth.max_depth
         conversation.prepare(partial(conversation.programs.cycles, kind, depth))
         for _ in self._memory.reading(self._ids):
             if every_dispatch:

@@ -25,10 +25,12 @@ class SamplingKind:
         "top_k" filters the best `CANDIDATES` tokens; "full" filters the whole vocabulary.
       adjusted: whether penalties and bias are computed. A program that computes them is right for
         every request, one that does not only for requests without any.
+      masked: whether rows choose among the tokens that a constraint allows them.
     """
 
     method: Method = "greedy"
     adjusted: bool = False
+    masked: bool = False
 
     @property
     def draft(self) -> "SamplingKind":

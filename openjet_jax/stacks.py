@@ -43,6 +43,9 @@ PART_BYTES = 64 * 2**20
 PIECE_BYTES = 2**20
 """Read at once."""
 
+XLA_ALIGNMENT = 64
+HUGE_PAGE_BYTES = 2 * 2**20
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Stack:
@@ -88,7 +91,7 @@ def load_weights(directory: Path) -> tuple[ModelConfig, Weights]:
             leaf.finish()
         loaded.append(jax.device_put(array, may_alias=True).block_until_ready())
 
-    pool = ThreadPoolExecutor(thread_name_prefix="restore")
+    pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="restore")
     try:
         for stack in stacks:
             array = _empty(stack.spec.shape, stack.spec.dtype)
@@ -108,10 +111,14 @@ def load_weights(directory: Path) -> tuple[ModelConfig, Weights]:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Returns memory aligned as XLA demands of arrays that it is to use without a copy."""
+    """Returns memory aligned as XLA demands of arrays that it is to use without a copy.
+
+    Large arrays begin on a huge page, so that few small pages are faulted in.
+    """
     size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
+    alignment = HUGE_PAGE_BYTES if size >= 2 * HUGE_PAGE_BYTES else XLA_ALIGNMENT
+    memory = np.empty(size + alignment, np.uint8)
+    start = -memory.ctypes.data % alignment
     return memory[start : start + size].view(dtype).reshape(shape)
 
 

@@ -8,11 +8,11 @@ Nothing is copied or restored when drafts are rejected: lengths and starts move.
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from openjet_jax.config import MAX_STOP_IDS, ROWS, DecodeConfig, ModelConfig
 from openjet_jax.draft_vocabulary import DraftSlots
-from openjet_jax.sampling import SamplingState, initial_sampling_state
+from openjet_jax.sampling import SamplingState, initial_sampling_state, mask_words
 from openjet_jax.settings import Sampling
 from pallas_kernels.attention import BLOCK
 from pallas_kernels.delta_rule import Rows
@@ -60,6 +60,8 @@ class Request(eqx.Module):
       sampling: filters, penalties, noise.
       stop_ids: ids that end generation, padded with -1.
       remaining: tokens that may still be emitted.
+      allowed: a bit for each token that a row may choose, lowest bit first; read by programs of a
+        `masked` kind alone. The host sets it for the next cycle's drafts.
       depth: drafts to make at the end of a cycle.
       depth_after_rejection: drafts to make after a cycle that rejected one.
     """
@@ -67,6 +69,7 @@ class Request(eqx.Module):
     sampling: SamplingState
     stop_ids: Int[Array, " stop_ids"]
     remaining: Int[Array, ""]
+    allowed: UInt32[Array, "rows words"]
     depth: Int[Array, ""]
     depth_after_rejection: Int[Array, ""]
 
@@ -169,6 +172,7 @@ def initial_state(
         ),
         stop_ids=jnp.full(MAX_STOP_IDS, -1, jnp.int32),
         remaining=zero,
+        allowed=jnp.zeros((ROWS, mask_words(config.vocab)), jnp.uint32),
         depth=zero,
         depth_after_rejection=zero,
     )

@@ -7,31 +7,28 @@ run through the reference.
 
 import dataclasses
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
 
 from openjet_jax.weights import Packed, Tiled, Weights
 
-type Backend = Literal["auto", "reference", "mosaic"]
-
 BACKENDS = ("auto", "reference", "mosaic")
 
 
-def resolve_backend(backend: str, device: jax.Device | None = None) -> str:
+def resolve_backend(backend: str) -> str:
     """Returns "mosaic" or "reference".
 
     Args:
       backend: "auto" takes the kernels where they run; the others are taken at their word.
-      device: where the model runs; by default JAX's first device.
 
     Raises:
       ValueError: an unknown backend, or kernels asked for where they do not run.
     """
     if backend not in BACKENDS:
         raise ValueError(f"{backend=} must be one of {', '.join(BACKENDS)}")
-    device = device or jax.devices()[0]
+    device = jax.devices()[0]
     capability = str(getattr(device, "compute_capability", ""))
     if backend == "mosaic" and capability != "9.0":
         what = f"compute capability {capability}" if capability else device.platform

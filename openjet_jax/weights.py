@@ -89,8 +89,10 @@ class Tiled(eqx.Module):
     def product(self, x: Float[Array, "n k"], layer: Int[Array, ""] | int) -> Array:
         """Returns `x @ W[layer].T` in float32, rows by sixteen where there are more than eight."""
         # Mosaic takes a second to import, and only an sm_90 GPU needs it.
+        from pallas_kernels.decode_activations import prepare
         from pallas_kernels.decode_blocks import BLOCKS
-        from pallas_kernels.decode_product import decode_product, default_tiles, prepare
+        from pallas_kernels.decode_cuts import default_tiles
+        from pallas_kernels.decode_product import decode_product
 
         slab = 8 if x.shape[0] <= 8 else 16
         slabs = jnp.pad(x, ((0, -x.shape[0] % slab), (0, 0))).reshape(-1, slab, x.shape[1])

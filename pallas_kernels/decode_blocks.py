@@ -55,9 +55,10 @@ class Operand(Protocol):
 class Block(Protocol):
     """A kind of block: how planes become its words, and a warp's arithmetic on them.
 
-    `isa` is `ptx`, or a model of it.
+    `isa` is `ptx`, or a model of it. Blocks of the same `operand` multiply the same activations.
     """
 
+    operand: str
     words: int
     num_offsets: int
     has_mins: bool
@@ -105,8 +106,8 @@ def _words(fields: jax.Array, axes: tuple[int, ...], shifts: np.ndarray) -> jax.
     """
     leading, fields_of_word = fields.ndim - len(axes), shifts.ndim
     moved = fields.transpose(*range(leading), *(leading + a for a in axes)).astype(jnp.uint32)
-    shifts = jax.lax.broadcast_to_rank(jnp.asarray(shifts, jnp.uint32), moved.ndim)
-    words = (moved << shifts).sum(axis=tuple(range(-fields_of_word, 0)), dtype=jnp.uint32)
+    places = jax.lax.broadcast_to_rank(jnp.asarray(shifts, jnp.uint32), moved.ndim)
+    words = (moved << places).sum(axis=tuple(range(-fields_of_word, 0)), dtype=jnp.uint32)
     return words.reshape(*words.shape[: leading + 1], -1)
 
 
@@ -175,7 +176,7 @@ class KBlock:
     g + 8][8 bytes]; mins [32 lanes][4 bytes]; (d, dmin) [8 g][rows g, g + 8].
     """
 
-    num_offsets, has_mins = 8, True
+    operand, num_offsets, has_mins = "runs with mins", 8, True
 
     def __init__(self, packed_format: PackedFormat, bits: int):
         """Takes the format, and the bits of its codes: 4 or 5."""
@@ -270,7 +271,8 @@ class Q6KBlock:
     fields a word; scales [8 g][rows g, g + 8][16 bytes]; d [8 g][rows g, g + 8].
     """
 
-    format, words, num_offsets, has_mins = Q6_K, 840, 16, False
+    format, words = Q6_K, 840
+    operand, num_offsets, has_mins = "half runs", 16, False
 
     # Where a half word keeps the upper bits of (run, half s), for plain codes and the others: the
     # plain ones are moved to bit 4, the others to bit 8.
@@ -360,7 +362,8 @@ class Q80Block:
     Words: codes + 128 [8 runs][32 lanes][rows g, g + 8][8 bytes]; d [8 g][rows g, g + 8][8 halves].
     """
 
-    format, words, num_offsets, has_mins = Q8_0, 1088, 8, False
+    format, words = Q8_0, 1088
+    operand, num_offsets, has_mins = "runs of bytes", 8, False
 
     def tile(self, planes: Mapping[str, jax.Array]) -> jax.Array:
         """Returns the words of planes; see `Block`. K must be a multiple of 256."""

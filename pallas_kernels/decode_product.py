@@ -7,146 +7,16 @@ threads of a cluster where K is split over one, are added in a fixed order: a ro
 nothing but that row, and on the cut.
 """
 
-import dataclasses
 import functools
-from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx
-from pallas_kernels.decode_blocks import ROWS, WEIGHTS, Block
-
-type Epilogue = Literal["none", "silu_gate"]
-
-_RUN = 32
-_STAGE_BLOCKS = 4  # one for each warp of a warpgroup
-_SHARED_LIMIT = 232448 - 1024
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """How a decode product is cut up.
-
-    Attributes:
-      warpgroups: consumers in a block of threads, 1 to 4.
-      stages: stages of each consumer's ring, of four blocks of weights each.
-      parts: blocks of threads that share a unit, each with a part of K.
-      sharers: blocks of threads that fetch their activations together, by multicast.
-      grid: blocks of threads, a multiple of `parts * sharers`, the size of a cluster.
-      overlap: fill the rings before the previous kernel has ended (programmatic dependent
-        launch); then no kernel may write the layer index.
-    """
-
-    warpgroups: int = 3
-    stages: int = 2
-    parts: int = 1
-    sharers: int = 1
-    grid: int = 132
-    overlap: bool = False
-
-    @property
-    def cluster(self) -> int:
-        """Blocks of threads of a cluster."""
-        return self.parts * self.sharers
-
-    def __post_init__(self):
-        if not 1 <= self.warpgroups <= 4:
-            raise ValueError(f"{self.warpgroups=} must be 1 to 4: one producer warp feeds each")
-        if self.stages < 1:
-            raise ValueError(f"{self.stages=} must be at least 1")
-        if self.cluster not in (1, 2, 4, 8):
-            raise ValueError(f"{self.parts=} times {self.sharers=} must be 1, 2, 4 or 8")
-        if self.grid % self.cluster:
-            raise ValueError(f"{self.grid=} must be a multiple of {self.parts=} * {self.sharers=}")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Activations:
-    """Activations as the kernels read them: float16, with the sums that go with scales and mins.
-
-    Row r is divided by scales[r], a power of two that brings its largest magnitude to 16..32, so
-    nothing overflows and rounding is 2^-12 of a value down to 2^-15 of the largest.
-
-    Attributes:
-      blocks: uint32 [K / 256, words]: for each run of 32, row and quad lane t, the eight float16
-        of elements 4t..4t+3 and 16+4t..16+4t+3, elements 2 and 3 of each four divided by 16 (see
-        `decode_blocks`); then fragments of the block's offsets [R / 8, 32 lanes, 2 or 4]; then,
-        for blocks with mins, of the sums over runs [R / 8, 32 lanes, 2]. Offsets and sums are
-        pairs of float16, high and low parts.
-      scales: float32 [R].
-    """
-
-    blocks: jax.Array
-    scales: jax.Array
-
-
-def prepare(x: jax.Array, block: Block) -> Activations:
-    """Returns activations [R, K] (R = 8 or 16) as products with this kind of block read them."""
-    rows, k = x.shape
-    _, exponent = jnp.frexp(jnp.max(jnp.abs(x), axis=1))
-    scaled = jnp.ldexp(x, 5 - exponent[:, None]).reshape(rows, k // _RUN, 2, 4, 2, 2)
-    # Dims: row, run, half s, lane t, e, o; the pairs e = 1 meet codes four bits higher.
-    divided = scaled * jnp.array([1, 1 / 16], jnp.float32).reshape(1, 1, 1, 1, 2, 1)
-    stored = _round_to_half(divided)
-    halves = stored.sum(axis=(3, 5))  # row, run, s, e
-    values = stored.astype(jnp.float16).transpose(1, 0, 3, 2, 4, 5)
-    values = _words(values.reshape(-1, 2))
-    parts = [values.reshape(k // WEIGHTS, -1), _fragments(block.offsets(halves))]
-    if block.has_mins:
-        whole = halves * jnp.array([1, 16], jnp.float32).reshape(1, 1, 1, 2)
-        parts.append(_fragments(whole.sum(axis=(2, 3)).reshape(rows, -1, 8)))
-    return Activations(
-        blocks=jnp.concatenate(parts, axis=1), scales=jnp.ldexp(jnp.float32(1), exponent - 5)
-    )
-
-
-def _round_to_half(x: jax.Array) -> jax.Array:
-    """Returns float32 with the significands of float16.
-
-    Not a conversion there and back, which XLA takes for an excess of precision that it may keep.
-    """
-    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
-
-
-def _fragments(sums: jax.Array) -> jax.Array:
-    """Returns uint32 [blocks, words]: right-hand fragments of sums [R, blocks, 8 or 16].
-
-    Rows of the right-hand matrix are the high parts of 8 sums, then the low parts; of 16 sums,
-    there is one matrix of high parts and one of low parts.
-    """
-    rows, blocks, number = sums.shape
-    high = _round_to_half(sums)
-    both = (
-        jnp.stack([high, sums - high], 2)
-        .astype(jnp.float16)
-        .reshape(rows // 8, 8, blocks, number // 4, 4, 2)
-    )
-    # Dims: tile, g, block, eights (high ones first), t, pair; they become lanes' words.
-    return _words(both.transpose(2, 0, 1, 4, 3, 5).reshape(-1, 2)).reshape(blocks, -1)
-
-
-def _words(array: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(array, jnp.uint32)
-
-
-def default_tiles(block: Block, outputs: int, k: int, rows: int = 8) -> Tiles:
-    """Returns the cut that the rule of thumb gives: the fewest parts of K whose activations fit.
-
-    About 64 KB in flight in a block of threads are enough for the bandwidth, and more are worse.
-    """
-    # An H200 has room for 66 clusters of two, 30 of four, 15 of eight.
-    for parts, grid in ((1, 132), (2, 132), (4, 120), (8, 120)):
-        for warpgroups, stages in ((3, 2), (2, 2)):
-            tiles = Tiles(warpgroups=warpgroups, stages=stages, parts=parts, grid=grid)
-            if k % (WEIGHTS * parts) == 0 and (
-                _Cut.sized(block, tiles, "none", rows, outputs // ROWS, k).shared_bytes
-                <= _SHARED_LIMIT
-            ):
-                return tiles
-    raise ValueError(f"{k=} with {rows=} fits no cut; split the matrix along k")
+from pallas_kernels.decode_activations import Activations
+from pallas_kernels.decode_blocks import ROWS, Block
+from pallas_kernels.decode_cuts import STAGE_BLOCKS, Cut, Epilogue, Tiles
 
 
 def decode_product(
@@ -170,7 +40,7 @@ def decode_product(
     Raises:
       ValueError: sizes that do not fit each other, or tiles that need too much shared memory.
     """
-    cut = _Cut.of(x, weights, block, tiles, epilogue)
+    cut = Cut.of(x, weights, block, tiles, epilogue)
 
     def body(*refs):
         inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
@@ -179,7 +49,7 @@ def decode_product(
             plgpu.griddepcontrol_wait()
         inline(functools.partial(_stream_kernel, cut))(*refs)
 
-    cluster = dict(cluster=(tiles.cluster,), cluster_names=("part",)) if tiles.cluster > 1 else {}
+    clustered = tiles.cluster > 1
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((cut.rows, cut.outputs), jnp.float32),
@@ -190,125 +60,15 @@ def decode_product(
         thread_name="warpgroup",
         kernel_name=f"decode_product_{block.format.name}_kernel",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        **cluster,
+        cluster=(tiles.cluster,) if clustered else (),
+        cluster_names=("part",) if clustered else (),
     )(weights, layer, x.blocks, x.scales)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Cut:
-    """Static sizes of one product; `blocks` are those of one part of K of a unit."""
-
-    tiles: Tiles
-    block: Any
-    epilogue: Epilogue
-    rows: int
-    units: int
-    blocks: int
-    operand_bytes: int
-
-    @classmethod
-    def sized(cls, block: Block, tiles: Tiles, epilogue: Epilogue, rows, units, k) -> "_Cut":
-        words = 1024 + 8 * block.num_offsets + (64 if block.has_mins else 0)
-        return cls(
-            tiles=tiles,
-            block=block,
-            epilogue=epilogue,
-            rows=rows,
-            units=units,
-            blocks=k // WEIGHTS // tiles.parts,
-            operand_bytes=words * 4 * (rows // 8),
-        )
-
-    @classmethod
-    def of(cls, x: Activations, weights, block: Block, tiles: Tiles, epilogue) -> "_Cut":
-        (blocks, _), (rows,), (_, units, words) = x.blocks.shape, x.scales.shape, weights.shape
-        if rows not in (8, 16):
-            raise ValueError(f"{rows=} must be 8 or 16; pad the activations")
-        if blocks * block.words != words:
-            raise ValueError(f"{words=} of a unit do not hold K={blocks * WEIGHTS} weights a row")
-        if blocks % tiles.parts:
-            raise ValueError(f"{blocks=} of 256 weights must split into {tiles.parts=}")
-        if epilogue not in ("none", "silu_gate"):
-            raise ValueError(f"{epilogue=} must be 'none' or 'silu_gate'")
-        cut = cls.sized(block, tiles, epilogue, rows, units, blocks * WEIGHTS)
-        if x.blocks.shape[1] * 4 != cut.operand_bytes:
-            raise ValueError(f"activations were not prepared for {block.format.name!r} blocks")
-        if cut.shared_bytes > _SHARED_LIMIT:
-            raise ValueError(
-                f"{cut.shared_bytes} bytes of shared memory exceed {_SHARED_LIMIT}; "
-                f"take fewer stages or more parts than {tiles=}"
-            )
-        return cut
-
-    @property
-    def outputs(self) -> int:
-        return self.units * (ROWS if self.epilogue == "none" else ROWS // 2)
-
-    @property
-    def block_bytes(self) -> int:
-        return self.block.words * 4
-
-    @property
-    def steps(self) -> int:
-        """Stages that a part of a unit takes."""
-        return -(-self.blocks // _STAGE_BLOCKS)
-
-    @property
-    def tail_blocks(self) -> int:
-        """Blocks in the last of those stages."""
-        return (self.blocks - 1) % _STAGE_BLOCKS + 1
-
-    @property
-    def stage_bytes(self) -> int:
-        return _STAGE_BLOCKS * self.block_bytes
-
-    @property
-    def unit_bytes(self) -> int:
-        return self.blocks * self.tiles.parts * self.block_bytes
-
-    @property
-    def workers(self) -> int:
-        return self.groups * self.tiles.warpgroups
-
-    @property
-    def groups(self) -> int:
-        """Blocks of threads that take units, those of a unit's parts counted once."""
-        return self.tiles.grid // self.tiles.parts
-
-    @property
-    def turns(self) -> int:
-        """The most units that one consumer takes."""
-        return -(-self.units // self.workers)
-
-    @property
-    def sums_bytes(self) -> int:
-        """The sums of a unit: float32 [R / 8, 128]."""
-        return self.rows // 8 * 512
-
-    @property
-    def shared_bytes(self) -> int:
-        # Every buffer starts on 1,024 bytes.
-        return sum(-(-words // 256) * 1024 for words in self.shared_words)
-
-    @property
-    def shared_words(self) -> list[int]:
-        """Sizes of: rings, activations, warps' sums, sums of other parts, barriers."""
-        tiles = self.tiles
-        received = self.turns * tiles.parts if tiles.parts > 1 else 0
-        barriers = tiles.warpgroups * (2 * tiles.stages + self.turns) + self.steps
-        return [
-            tiles.warpgroups * tiles.stages * self.stage_bytes // 4,
-            self.blocks * self.operand_bytes // 4,
-            tiles.warpgroups * self.sums_bytes,
-            max(1, tiles.warpgroups * received * self.sums_bytes // 4),
-            2 * barriers,
-        ]
 
 
 class _Places:
     """Addresses and indices that both halves of the kernel use."""
 
-    def __init__(self, cut: _Cut, refs):
+    def __init__(self, cut: Cut, refs):
         tiles = cut.tiles
         weights, layer, operand, scales, out, *shared = refs
         self.operand_gmem, self.scales, self.out = map(ptx.global_address, (operand, scales, out))
@@ -332,12 +92,12 @@ class _Places:
             cut.blocks * cut.block_bytes,
         )
 
-    def turns(self, cut: _Cut, worker) -> ptx.Word:
+    def turns(self, cut: Cut, worker) -> ptx.Word:
         """Returns how many units consumer `worker` of this block of threads takes."""
         first = worker * cut.groups + self.group
         return (ptx.Word(cut.units - 1 + cut.workers) - first) // cut.workers
 
-    def unit(self, cut: _Cut, worker, turn) -> ptx.Word:
+    def unit(self, cut: Cut, worker, turn) -> ptx.Word:
         """Returns the unit of a turn: neighbours in memory go to neighbouring blocks."""
         return (turn * cut.tiles.warpgroups + worker) * cut.groups + self.group
 
@@ -348,10 +108,10 @@ def _advance(stage, parity, stages: int):
     return ptx.select(last, 0, stage + 1), ptx.select(last, parity ^ 1, parity)
 
 
-def _fetch(cut: _Cut, at: _Places, worker, turn, step, stage) -> None:
+def _fetch(cut: Cut, at: _Places, worker, turn, step, stage) -> None:
     """Starts the copy of one stage of a consumer's ring."""
     slot, size = worker * cut.tiles.stages + stage, cut.stage_bytes
-    if cut.tail_blocks != _STAGE_BLOCKS:
+    if cut.tail_blocks != STAGE_BLOCKS:
         tail = cut.tail_blocks * cut.block_bytes
         size = ptx.select(step.equals(cut.steps - 1), tail, size)
     source = ptx.offset_address(at.weights, at.unit(cut, worker, turn), cut.unit_bytes)
@@ -362,11 +122,11 @@ def _fetch(cut: _Cut, at: _Places, worker, turn, step, stage) -> None:
     )
 
 
-def _fetch_operand(cut: _Cut, at: _Places, step: int) -> None:
+def _fetch_operand(cut: Cut, at: _Places, step: int) -> None:
     """Starts the copy of the activations that a step of every unit meets."""
     sharers = cut.tiles.sharers
-    blocks = cut.tail_blocks if step == cut.steps - 1 else _STAGE_BLOCKS
-    offset, size = step * _STAGE_BLOCKS * cut.operand_bytes, blocks * cut.operand_bytes
+    blocks = cut.tail_blocks if step == cut.steps - 1 else STAGE_BLOCKS
+    offset, size = step * STAGE_BLOCKS * cut.operand_bytes, blocks * cut.operand_bytes
     source = ptx.offset_address(at.operand_gmem, at.part, cut.blocks * cut.operand_bytes)
     source = ptx.offset_address(source, ptx.Word(1), offset)
     ready = at.ready + 8 * step
@@ -381,7 +141,7 @@ def _fetch_operand(cut: _Cut, at: _Places, step: int) -> None:
     ptx.copy_bulk_multicast(target, source, piece, ready, blocks_of_part)
 
 
-def _start_kernel(cut: _Cut, _, *refs) -> None:
+def _start_kernel(cut: Cut, _, *refs) -> None:
     """Prepares barriers and starts the first copies; with overlap, reads only what is constant.
 
     One copy costs its thread some 300 cycles, so every ring, and the activations, have their own
@@ -412,7 +172,7 @@ def _start_kernel(cut: _Cut, _, *refs) -> None:
             _fetch_operands(cut, at, feeder)
 
 
-def _prepare_barriers(cut: _Cut, at: _Places, feeder) -> None:
+def _prepare_barriers(cut: Cut, at: _Places, feeder) -> None:
     tiles = cut.tiles
     with ptx.when(feeder < tiles.warpgroups):
         for place in range(tiles.stages):
@@ -429,13 +189,13 @@ def _prepare_barriers(cut: _Cut, at: _Places, feeder) -> None:
     ptx.fence_barriers()
 
 
-def _fetch_operands(cut: _Cut, at: _Places, feeder) -> None:
+def _fetch_operands(cut: Cut, at: _Places, feeder) -> None:
     with ptx.when(feeder.equals(3)), ptx.when(at.lane.equals(0)):
         for step in range(cut.steps):
             _fetch_operand(cut, at, step)
 
 
-def _stream_kernel(cut: _Cut, _, *refs) -> None:
+def _stream_kernel(cut: Cut, _, *refs) -> None:
     tiles, at = cut.tiles, _Places(cut, refs)
     feeder = at.warp - 4 * tiles.warpgroups
     if tiles.overlap:
@@ -451,7 +211,7 @@ def _stream_kernel(cut: _Cut, _, *refs) -> None:
                 ptx.barrier_wait(at.ready + 8 * step, ptx.Word(0))
 
 
-def _feed(cut: _Cut, at: _Places, worker) -> None:
+def _feed(cut: Cut, at: _Places, worker) -> None:
     stages, steps = cut.tiles.stages, cut.steps
 
     def feed(place, carry):
@@ -468,7 +228,7 @@ def _feed(cut: _Cut, at: _Places, worker) -> None:
 class _SharedOperand:
     """The activations that block number `index` of a part of K meets."""
 
-    def __init__(self, cut: _Cut, at: _Places, index: ptx.Word):
+    def __init__(self, cut: Cut, at: _Places, index: ptx.Word):
         self.tiles, self.num_offsets = cut.rows // 8, cut.block.num_offsets
         base = at.operand + index * cut.operand_bytes
         self.values_at = base + at.lane * 16
@@ -490,15 +250,15 @@ class _SharedOperand:
         return ptx.load_shared(self.sums_at, offset, 2)
 
 
-def _consume(cut: _Cut, at: _Places) -> None:
+def _consume(cut: Cut, at: _Places) -> None:
     tiles = cut.tiles
     worker, quarter = at.warp >> 2, at.warp & 3
     outputs = _Outputs(cut, at, worker)
-    ragged = cut.tail_blocks != _STAGE_BLOCKS
+    ragged = cut.tail_blocks != STAGE_BLOCKS
 
     def take_stage(step, carry):
         stage, parity, totals = carry
-        slot, index = worker * tiles.stages + stage, step * _STAGE_BLOCKS + quarter
+        slot, index = worker * tiles.stages + stage, step * STAGE_BLOCKS + quarter
         inside = index < cut.blocks
         ptx.barrier_wait(at.full + slot * 8, parity)
         address = at.ring + slot * cut.stage_bytes + quarter * cut.block_bytes
@@ -531,7 +291,7 @@ def _consume(cut: _Cut, at: _Places) -> None:
 class _Outputs:
     """Adds sums of a unit in a fixed order and stores what the epilogue makes of them."""
 
-    def __init__(self, cut: _Cut, at: _Places, worker: ptx.Word):
+    def __init__(self, cut: Cut, at: _Places, worker: ptx.Word):
         self.cut, self.at, self.worker = cut, at, worker
         self.thread = at.thread & 127
         height = 4 if cut.epilogue == "none" else 3  # log2 of the outputs of a unit
@@ -593,7 +353,10 @@ class _Outputs:
         return self.worker * self.cut.turns + turn
 
     def _slot(self, turn: ptx.Word) -> ptx.Word:
-        return self.at.received + self._index(turn) * (self.cut.tiles.parts * self.cut.sums_bytes)
+        """Returns where the part that stores a turn keeps what all parts send for it."""
+        cut = self.cut
+        index = self.worker * cut.turns_of_part + turn // cut.tiles.parts
+        return self.at.received + index * (cut.tiles.parts * cut.sums_bytes)
 
     def _store(self, turn: ptx.Word, read) -> None:
         cut, at = self.cut, self.at

@@ -157,15 +157,20 @@ def _float(value: "Float | float") -> Float:
     return value if isinstance(value, Float) else Float(value)
 
 
-def _asm(text: str, *operands, results: Sequence[ir.Type] = (), effects: bool = True):
+def _asm(text: str, *operands, results: Sequence[ir.Type] = (), effects: bool = True) -> list:
+    """Returns the registers that a line of PTX writes."""
     values = [o.value if isinstance(o, Word | Float) else o for o in operands]
-    return mosaic.inline_ptx(
+    if not results:
+        mosaic.inline_ptx(text, *values, has_side_effects=True, convergent=True)
+        return []
+    written = mosaic.inline_ptx(
         text,
         *values,
-        result_types=tuple(results) or None,
-        has_side_effects=effects or not results,
+        result_types=tuple(results),
+        has_side_effects=effects,
         convergent=effects,
     )
+    return list(written)
 
 
 def _pure(text: str, *operands, result: Callable[[], ir.Type]) -> ir.Value:
@@ -210,7 +215,8 @@ def select_float(predicate: ir.Value, on_true: Float, on_false: Float) -> Float:
 @contextlib.contextmanager
 def when(predicate: ir.Value) -> Iterator[None]:
     """Runs the statements inside for threads whose predicate holds."""
-    with ir.InsertionPoint(scf.IfOp(predicate).then_block):
+    branch = scf.IfOp(predicate)
+    with ir.InsertionPoint(branch.then_block):
         yield
         scf.yield_([])
 
@@ -218,8 +224,7 @@ def when(predicate: ir.Value) -> Iterator[None]:
 def loop(start: Word | int, stop: Word | int, step: Word | int, carry: Any, body: Callable) -> Any:
     """Returns the carry after `carry = body(index, carry)` for each index of a range."""
     leaves, tree = jax.tree.flatten(carry)
-    bounds = [_word(bound).value for bound in (start, stop, step)]
-    operation = scf.ForOp(*bounds, leaves)
+    operation = scf.ForOp(_word(start).value, _word(stop).value, _word(step).value, leaves)
     with ir.InsertionPoint(operation.body):
         inner = jax.tree.unflatten(tree, list(operation.inner_iter_args))
         result, result_tree = jax.tree.flatten(body(Word(operation.induction_variable), inner))
@@ -295,7 +300,7 @@ def mma(a: Sequence[Word], b: Sequence[Word], c: Sequence[Float]) -> list[Float]
     )
     values = mosaic.inline_ptx(
         text,
-        *(r.value for r in (*a, *b, *c)),
+        *(register.value for register in (*a, *b, *c)),
         result_types=(_f32(),) * 4,
         has_side_effects=False,
         convergent=True,

@@ -114,14 +114,14 @@ def test_generate_json_is_the_golden_trace_at_every_depth(command, monkeypatch):
     z = golden("q8_0")
     np.save("ids.npy", z["tokens"])
     asked = ["--tokens", "ids.npy", "--max-new-tokens", len(z["greedy"]), "--context", 256]
-    code, out, _ = command("generate", "DRAFTING", *asked, "--depth", 2, "--json")
+    code, out, err = command("generate", "DRAFTING", *asked, "--depth", 2, "--json")
     assert code == 0
     check_json(out, z, 2)
     # The other depths run in the program of the largest, which compiles once.
     monkeypatch.setattr(DepthPolicy, "max_depth", MAX_DEPTH)
     for depth in (0, 1, 3, 4, 5):
-        code, out, _ = command("generate", "DRAFTING", *asked, "--depth", depth, "--json")
-        assert code == 0
+        code, out, err = command("generate", "DRAFTING", *asked, "--depth", depth, "--json")
+        assert code == 0, err
         check_json(out, z, depth)
 
 
@@ -130,8 +130,8 @@ def test_generate_without_an_mtp_block_is_plain_and_refuses_drafts(command):
     np.save("ids.npy", z["tokens"])
     asked = ["--tokens", "ids.npy", "-n", len(z["greedy"]), "--context", 256, "--json"]
     for depth in ([], ["--depth", 0]):
-        code, out, _ = command("generate", "PLAIN", *asked, *depth)
-        assert code == 0
+        code, out, err = command("generate", "PLAIN", *asked, *depth)
+        assert code == 0, err
         check_json(out, z, 0)
     for depth in (1, "4/3", "auto"):
         code, out, err = command("generate", "PLAIN", *asked, "--depth", depth)
@@ -317,6 +317,16 @@ REFUSALS = [
     ("compile PLAIN --depths 7", "depth 7 must be in 0..5"),
     ("compile PLAIN --depths 3", "no MTP block; use depth=0"),
     ("compile PLAIN --temperature -2", "temperature=-2.0 must be"),
+    ("draft-vocab PLAIN latin.txt", "no MTP block and makes no drafts"),
+    ("draft-vocab DRAFTING", "give either files to count or --reset"),
+    ("draft-vocab DRAFTING empty.npy", "empty.npy is not a .npy file of token ids"),
+    ("draft-vocab DRAFTING pickle.npy", "pickle.npy is not a .npy file of token ids"),
+    ("draft-vocab DRAFTING high.npy", "high.npy: token ids must be in 0..281"),
+    ("draft-vocab DRAFTING cut.json", "cut.json is not JSON"),
+    ("draft-vocab DRAFTING empty.txt", "nothing was counted"),
+    ("draft-vocab DRAFTING absent.txt", "absent.txt: no such file"),
+    ("draft-vocab DRAFTING good.npy --size 0", "size"),
+    ("draft-vocab DRAFTING good.npy --draft-head q3", "q3"),
     ("convert absent.gguf", "absent.gguf: no such file"),
     ("convert magic.gguf", "magic.gguf: not a GGUF file"),
     ("convert .", "not a regular file"),

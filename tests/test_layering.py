@@ -7,6 +7,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PRODUCT = ("pallas_kernels", "openjet_jax", "convert")
+PACKAGES = {"convert", "server"}  # inside openjet_jax
 OUTSIDE = {"tests", "bench"}
 # Inside openjet_jax a module imports only from groups before its own, or from its own.
 ORDER = [
@@ -15,7 +16,7 @@ ORDER = [
     {"filters", "weights"},
     {"sampling", "draft_vocabulary", "checkpoint", "stacks", "tiling"},
     {"state", "layers"},
-    {"model", "draft"},
+    {"model", "draft", "constraint"},
     {"cycle", "prefill", "state_checkpoints"},
     {"compiled", "draft_list"},
     {"loading", "conversation"},
@@ -51,7 +52,7 @@ def engine_modules(names: set[str]) -> set[str]:
         package, _, rest = name.partition(".")
         if package == "openjet_jax":
             module = rest.split(".")[0]
-            known = (ROOT / package / f"{module}.py").exists() or module == "convert"
+            known = (ROOT / package / f"{module}.py").exists() or module in PACKAGES
             found.add(module if known else "__init__")
     return found
 
@@ -74,6 +75,14 @@ def test_a_module_imports_only_what_stands_below_it(path: pathlib.Path):
         assert "cli" not in engine or path.stem == "__main__"
         rank = RANK.get(path.stem, len(ORDER))
         assert not {name for name in engine if RANK.get(name, -1) > rank}
+
+
+def test_the_server_is_a_package_above_the_engine():
+    for path in (ROOT / "openjet_jax" / "server").glob("*.py"):
+        engine = engine_modules(imports(path))
+        assert not engine & {"convert", "cli"}
+    for path in (ROOT / "openjet_jax").glob("*.py"):
+        assert "server" not in engine_modules(imports(path)) or path.stem == "cli"
 
 
 def test_a_name_that_is_no_module_counts_as_the_public_api():

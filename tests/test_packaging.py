@@ -42,10 +42,12 @@ def test_the_wheel_holds_every_module_and_the_model_and_no_top_level_convert(whe
     for package, folder in (
         ("openjet_jax", "openjet_jax"),
         ("openjet_jax/convert", "convert"),
+        ("openjet_jax/server", "openjet_jax/server"),
         ("pallas_kernels", "pallas_kernels"),
     ):
         assert {f"{package}/{path.name}" for path in (ROOT / folder).glob("*.py")} <= names
     assert {"openjet_jax/py.typed", "pallas_kernels/py.typed"} <= names
+    assert "openjet_jax/server/page.html" in names
     assert "openjet_jax/tiny/openjet-tiny-code-Q4_K_M.gguf" in names
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"openjet_jax", "pallas_kernels"}

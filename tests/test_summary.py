@@ -52,12 +52,17 @@ def test_a_figure_measured_again_replaces_its_namesake_and_no_other(tmp_path: pa
     assert values == {"decode": 13.0, "prefill": 2.0}
 
 
-def test_the_table_shows_each_device_and_leaves_unknown_cells_empty(tmp_path: pathlib.Path):
+def test_the_table_shows_bounded_figures_by_device_and_leaves_empty_columns_out(
+    tmp_path: pathlib.Path,
+):
+    unbounded = Figure(name="size", value=3.0, unit="GB", better="lower")
+    record("bench/decode.py", [unbounded], tmp_path)
     assert table(tmp_path) == ""
-    record("bench/decode.py", [SPEED], tmp_path)
-    text = table(tmp_path)
-    assert text.startswith("**cpu**")
-    assert "| decode | 12.5 tok/s | 10 |  | 50% | 11 | `bench/decode.py` |" in text
+    record("bench/decode.py", [SPEED, unbounded], tmp_path)
+    heading, _, columns, _, *rows = table(tmp_path).splitlines()
+    assert heading == "**cpu**"
+    assert columns == "| figure | value | must | share of limit | peer | measured by |"
+    assert rows == ["| decode | 12.5 tok/s | 10 | 50% | 11 | `bench/decode.py` |"]
 
 
 def test_a_document_keeps_everything_outside_its_markers():

@@ -302,3 +302,37 @@ def test_a_directory_is_exchanged_also_where_names_cannot_be(tmp_path, monkeypat
         monkeypatch.setattr(publication, "_exchange", lambda first, second: False)
     assert (target / "a").read_text() == "second"
     assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_type_that_no_format_holds_is_refused_with_the_name_of_its_tensor(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "packed_format_of", lambda kind: None)
+    with pytest.raises(
+        GGUFError, match=r"token_embd\.weight has type Q8_0, which cannot be packed"
+    ):
+        convert(DATA / "q8_0.gguf", tmp_path / "model")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_split_file_gives_the_same_weights_and_every_part_is_named(tmp_path):
+    reader = gguf.GGUFReader(SMALL)
+    writer = gguf.GGUFWriter(tmp_path / "parts.gguf", "qwen35", split_max_tensors=12)
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            kind = field.types[0]
+            inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), kind, inner)
+    for tensor in reader.tensors:
+        shape = tuple(tensor.data.shape)
+        writer.add_tensor(tensor.name, tensor.data, shape, tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) > 2
+    whole = read_config(convert(SMALL, tmp_path / "whole"))
+    split = read_config(convert(parts[1], tmp_path / "split"))
+    assert split.tensors == whole.tensors
+    assert [file["name"] for file in split.provenance["files"]] == [p.name for p in parts]
+    digests = [hashlib.sha256(part.read_bytes()).hexdigest() for part in parts]
+    assert [file["sha256"] for file in split.provenance["files"]] == digests

@@ -27,6 +27,7 @@ from openjet_jax.loading import checkpoint_of, load, load_template, load_tokeniz
 from openjet_jax.memory import memory_plan
 from openjet_jax.stacks import load_weights, weight_specs
 from openjet_jax.state import initial_state
+from openjet_jax.weights import Packed
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "golden"
 SMALL = DATA / "iq4_nl_recr.gguf"
@@ -78,6 +79,7 @@ def test_layers_of_two_formats_are_stacked_apart_and_found_through_the_table(tmp
     _, weights = load_weights(directory)
     formats = [t.format for t in tensors if t.field == "ffn.down"]
     down = weights.ffn.down
+    assert isinstance(down, Packed)
     assert len(set(formats)) == len(down.stacks) == 2
     assert [down.formats[stack] for stack, _ in down.table] == formats
     counts = [next(iter(planes.values())).shape[0] for planes in down.stacks]

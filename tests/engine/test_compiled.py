@@ -38,7 +38,7 @@ def test_changing_depth_sampling_and_penalties_compiles_nothing_more():
     for _ in range(2):
         for sampling, depth in requests:
             conversation = Conversation(model.weights, programs)
-            conversation.read(model.answers["tokens"][:20])
+            conversation.read(model.answers["tokens"][:20].tolist())
             for _ in conversation.run(sampling, parse_depth(depth), max_new_tokens=70):
                 pass
             assert conversation.stats.new_tokens == 70
@@ -59,7 +59,7 @@ class _no_compilation:
         self.seen = []
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **_):
+    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
         if "backend_compile" in event:
             self.seen.append(event)
 
@@ -73,7 +73,7 @@ def test_a_stored_program_is_found_and_gives_the_same(model, store):
     for _ in range(2):
         programs = Programs(model.config, DECODE, model.weights, store)
         conversation = Conversation(model.weights, programs)
-        conversation.read(model.answers["tokens"])
+        conversation.read(model.answers["tokens"].tolist())
         bursts = list(conversation.run(Sampling(), parse_depth(0), max_new_tokens=8))
         outs.append([token for burst in bursts for token in burst.token_ids])
     assert outs[0] == outs[1]

@@ -26,6 +26,7 @@ def ask(model, state: DecodeState, depth: int, remaining: int = 1000) -> DecodeS
         "sampling": initial_sampling_state(Sampling(), config.vocab, config.vocab_used),
         "stop_ids": np.full(MAX_STOP_IDS, -1, np.int32),
         "remaining": np.int32(remaining),
+        "allowed": state.request.allowed,
         "depth": np.int32(depth),
         "depth_after_rejection": np.int32(depth),
     }

@@ -74,14 +74,14 @@ def test_every_row_equals_one_token_at_a_time_in_numpy(
         seed=seed,
     )
     logits = rng.normal(0, 2, (ROWS, VOCAB)).astype(np.float32)
-    prompt, generated = rng.integers(0, USED, 12), rng.integers(0, 12, 9)
+    prompt, generated = rng.integers(0, USED, 12).tolist(), rng.integers(0, 12, 9)
     drafts = rng.integers(0, 12, ROWS - 1).astype(np.int32)
     state = request(sampling, prompt, generated)
     position = len(prompt) + len(generated)
     got_logits, got = verify(logits, state, sampling.kind, drafts, position)
     for row in range(ROWS):
         prefix = [*generated, *drafts[:row]]
-        args = logits[row], list(prompt), prefix, sampling, USED
+        args = logits[row], prompt, prefix, sampling, USED
         expected = sampling_reference.adjusted(*args)
         np.testing.assert_allclose(got_logits[row], expected, rtol=1e-5, atol=1e-5)
         assert got[row] == sampling_reference.next_token(*args)

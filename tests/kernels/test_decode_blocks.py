@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from pallas_kernels.decode_activations import prepare
 from pallas_kernels.decode_blocks import BLOCKS
-from pallas_kernels.decode_product import prepare
 from tests.kernels.warp_model import unit_product
 
 

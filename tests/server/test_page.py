@@ -1,0 +1,85 @@
+"""The chat page in headless Chromium: it streams, stops, edits, regenerates, and stays at home."""
+
+import json
+
+import pytest
+
+from tests.server.chromium import CHROMIUM, opened
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+
+ASK = "Write a Python function `read_lines(path)`: return the lines of a text file."
+
+
+@pytest.fixture(scope="module")
+def page(address, tmp_path_factory):
+    with opened(tmp_path_factory.mktemp("chromium")) as page:
+        page.call("Page.navigate", url=address)
+        page.wait_for("document.readyState === 'complete' && model")
+        page.evaluate("$('temperature').value = '0'")
+        yield page
+        assert page.failures == []
+
+
+def say(page, text):
+    page.evaluate(f"$('ask').value = {json.dumps(text)}; $('form').requestSubmit()")
+
+
+def shown(page, index):
+    return page.evaluate(f"document.querySelectorAll('.turn')[{index}]?.innerText ?? ''")
+
+
+def test_an_answer_streams_in_and_shows_its_speed_and_acceptance(page, tmp_path):
+    page.evaluate("$('most').value = '40'")
+    say(page, ASK)
+    page.wait_for("$('go').textContent === 'Stop'")
+    page.wait_for("!running")
+    answer = shown(page, 1)
+    assert "def read_lines(path):" in answer and "```" not in answer
+    assert "tokens/s" in answer and "of drafts accepted" in answer
+    assert page.evaluate("document.querySelectorAll('.turn pre').length") == 1
+    assert page.screenshot(tmp_path / "page.png").startswith(b"\x89PNG")
+
+
+def test_a_message_can_be_edited_and_sent_again(page):
+    page.evaluate("$('most').value = '4'")
+    page.evaluate(
+        "[...document.querySelectorAll('button')].find(b => b.innerText == 'Edit').click()"
+    )
+    page.evaluate(f"document.querySelector('.turn textarea').value = {json.dumps(ASK + ' Again.')}")
+    page.evaluate(
+        "[...document.querySelectorAll('button')].find(b => b.innerText == 'Send again').click()"
+    )
+    page.wait_for("!running")
+    assert shown(page, 0).startswith(ASK + " Again.") and page.evaluate("turns.length") == 2
+
+
+def test_an_answer_can_be_regenerated(page):
+    before = page.evaluate("turns[1].text")
+    page.evaluate(
+        "[...document.querySelectorAll('button')].find(b => b.innerText == 'Regenerate').click()"
+    )
+    page.wait_for("!running")
+    assert page.evaluate("turns.length") == 2 and page.evaluate("turns[1].text") == before
+
+
+def test_an_answer_can_be_stopped(page):
+    page.evaluate("$('most').value = '900'; $('temperature').value = '2'")
+    say(page, "Write a long text.")
+    page.wait_for("turns.at(-1).text.length > 20")
+    page.evaluate("$('form').requestSubmit()")
+    page.wait_for("!running")
+    assert "stopped" in shown(page, 3)
+
+
+def test_markup_in_text_is_shown_as_text(page):
+    page.evaluate("$('most').value = '1'; $('temperature').value = '0'")
+    say(page, "<img src=x onerror='window.broken = 1'><b>bold</b>")
+    page.wait_for("!running")
+    assert page.evaluate("window.broken === undefined && !document.querySelector('.turn b')")
+    assert "<b>bold</b>" in shown(page, 4)
+
+
+def test_nothing_outside_is_asked_for(page, address):
+    assert page.requests
+    assert all(url.startswith((address, "data:", "about:")) for url in page.requests)
