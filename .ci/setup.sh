@@ -126,5 +126,5 @@ log=.venv/setup.log
 echo "Installing openjet-jax${extra:+[$extra]} and its development tools (a few minutes the first time)"
 # `--group` came with pip 25.1.
 step .venv/bin/python -m pip install --upgrade 'pip>=25.1'
-step .venv/bin/python -m pip install --editable ".${extra:+[$extra]}" --group dev
+step .venv/bin/python -m pip install --editable ".[server${extra:+,$extra}]" --group dev
 echo "$wanted" >"$stamp"
