@@ -7,7 +7,6 @@ compared across settings. Nothing here is timed; it exits with 1 at the first di
 """
 
 import argparse
-import dataclasses
 import pathlib
 import sys
 import sysconfig
@@ -17,7 +16,6 @@ import numpy as np
 import openjet_jax as oj
 from openjet_jax.conversation import Conversation
 from openjet_jax.depth import parse_depth
-from openjet_jax.draft_vocabulary import with_draft_head
 from openjet_jax.engine import programs_for
 
 SOURCES = ("textwrap", "heapq", "shlex", "csv", "sched", "graphlib", "json/decoder", "bisect")
@@ -56,12 +54,6 @@ SAMPLED = ((5, 4, False), (2, 3, False), (0, 4, False), (4, 4, True))
 """(depth, cycles a dispatch, whether drafts are scored over 512 ids and the slots alone)."""
 
 
-def with_list(model: oj.Model, ids: np.ndarray) -> oj.Model:
-    """Returns the model drafting over a list of ids and the sequence's own tokens."""
-    weights = with_draft_head(model.weights, ids, model.config.vocab)
-    return dataclasses.replace(model, weights=weights, programs={})
-
-
 def main() -> int:
     """Compares; prints one line a setting; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -72,14 +64,14 @@ def main() -> int:
     model = oj.load(args.model)
     pieces = prompts(model.tokenizer, args.prompts)
     failed = False
-    few = np.arange(512, dtype=np.int32)
+    few = oj.load(args.model, draft_vocab=np.arange(512))
     for name, sampling, settings in (
         ("greedy", oj.Sampling(), GREEDY),
         ("sampled", oj.Sampling(temperature=1.0, top_k=20, top_p=0.95, seed=11), SAMPLED),
     ):
         reference = None
         for depth, count, listed in settings:
-            chosen = with_list(model, few) if listed else model
+            chosen = few if listed else model
             texts = [text(chosen, ids, depth, args.tokens, sampling, count) for ids in pieces]
             reference = reference or texts
             same = sum(a == b for a, b in zip(texts, reference, strict=True))

@@ -1,7 +1,7 @@
 """The figures the project states: written by measuring scripts, shown in README.md, never by hand.
 
-    python -m bench.summary          rewrite README.md's table from bench/results/*/summary.json
-    python -m bench.summary --check  only say whether it is up to date
+    python -m bench.summary          rewrite README.md's tables from bench/results/*/*.json
+    python -m bench.summary --check  only say whether they are up to date
 
 A script calls `record`; a figure measured again replaces the one of the same name.
 """
@@ -15,11 +15,13 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from bench.acceptance_table import acceptance_table
 from bench.manifest import ROOT, device_folder, manifest
 
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- figures: made by bench.summary -->", "<!-- end of figures -->"
+ACCEPTANCE = "<!-- acceptance: made by bench.summary -->", "<!-- end of acceptance -->"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,22 +55,29 @@ class Figure:
             raise ValueError(f"{self.name}: {self.better=} must be 'higher' or 'lower'")
 
 
-def record(script: str, figures: Iterable[Figure], results: pathlib.Path = RESULTS) -> pathlib.Path:
+def record(
+    script: str,
+    figures: Iterable[Figure],
+    results: pathlib.Path = RESULTS,
+    details: dict[str, Any] | None = None,
+) -> pathlib.Path:
     """Files figures under this machine's device, and returns the summary's path.
 
-    `<device>/<script>.json` holds this run's manifest and figures; `<device>/summary.json` the
-    newest figure of every name, each with its commit, date and script.
+    `<device>/<script>.json` holds this run's manifest, figures and details; `<device>/summary.json`
+    the newest figure of every name, each with its commit, date and script.
 
     Args:
       script: the measuring script's path in the repository, such as bench/decode.py.
       figures: what it measured.
       results: directory of all devices.
+      details: what else it found, JSON-ready.
     """
     facts, measured = manifest(), [dataclasses.asdict(figure) for figure in figures]
     folder = results / device_folder()
     folder.mkdir(parents=True, exist_ok=True)
     run = folder / f"{pathlib.Path(script).stem}.json"
-    run.write_text(json.dumps({"manifest": facts, "figures": measured}, indent=1) + "\n")
+    content = {"manifest": facts, "figures": measured, **(details or {})}
+    run.write_text(json.dumps(content, indent=1) + "\n")
     summary = folder / "summary.json"
     kept = json.loads(summary.read_text()) if summary.exists() else []
     merged = {figure["name"]: figure for figure in kept}
@@ -121,35 +130,42 @@ def _row(figure: dict[str, Any]) -> dict[str, str]:
     return dict(zip(COLUMNS, cells, strict=True))
 
 
-def with_table(text: str, figures: str) -> str:
-    """Returns a document with what stands between its markers replaced.
+def with_table(text: str, figures: str, markers: tuple[str, str] = (BEGIN, END)) -> str:
+    """Returns a document with what stands between two markers replaced.
 
     Args:
       text: a Markdown document.
       figures: the new table.
+      markers: lines before and after it.
 
     Raises:
       ValueError: the document lacks the markers.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"the document must hold {BEGIN!r} and {END!r} once each")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
+    begin, end = markers
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"the document must hold {begin!r} and {end!r} once each")
+    before, rest = text.split(begin)
+    after = rest.split(end)[1]
     inside = f"\n\n{figures}\n\n" if figures else "\n"
-    return before + BEGIN + inside + END + after
+    return before + begin + inside + end + after
+
+
+def with_tables(text: str, results: pathlib.Path = RESULTS) -> str:
+    """Returns a document with all tables made again from the results."""
+    return with_table(with_table(text, table(results)), acceptance_table(results), ACCEPTANCE)
 
 
 def main() -> int:
     """Runs the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Make README.md's table from measured figures.")
+    parser = argparse.ArgumentParser(description="Make README.md's tables from measured figures.")
     parser.add_argument("--check", action="store_true", help="change nothing; fail when it is old")
     check = parser.parse_args().check
     text = README.read_text()
-    wanted = with_table(text, table())
+    wanted = with_tables(text)
     if not check:
         README.write_text(wanted)
     elif wanted != text:
-        print("README.md's table is not up to date: run python -m bench.summary", file=sys.stderr)
+        print("README.md's tables are not up to date: run python -m bench.summary", file=sys.stderr)
         return 1
     return 0
 

@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--host", default="127.0.0.1", help="address to listen on")
     sub.add_argument("--port", type=int, default=8000)
     sub.add_argument("--name", help="what clients call the model")
-    sub.add_argument("--agents", type=int, default=1, help="conversations on the device, 1..8")
+    sub.add_argument("--agents", type=int, default=4, help="conversations on the device, 1..8")
     sub.add_argument("--queue", type=int, default=32, help="requests that may wait for a place")
     sub.add_argument("--depth", help='drafts a cycle: 0..5, "4/3" (3 after a rejection), "auto"')
     sub.add_argument("--max-tokens", type=int, help="most tokens of an answer")

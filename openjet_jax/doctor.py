@@ -20,6 +20,7 @@ from rich.text import Text
 
 import openjet_jax
 from openjet_jax.program_store import cache_directory
+from openjet_jax.tiling import resolve_backend
 
 PACKAGES = ("jax", "jaxlib", "orbax-checkpoint", "tokenizers", "gguf")
 GIB = 1 << 30
@@ -80,7 +81,7 @@ def _backend(devices: list[dict[str, Any]]) -> dict[str, str]:
         return {"name": "none", "device": "no device", "why": "JAX offers none"}
     name = resolve_backend("auto")
     why = {
-        "mosaic": "products with packed weights run through kernels for sm_90, the rest through XLA",
+        "mosaic": "products with packed weights go through kernels for sm_90, the rest through XLA",
         "reference": "plain jax.numpy, compiled by XLA; there are kernels for sm_90 GPUs only",
     }
     return {"name": name, "device": devices[0]["kind"], "why": why[name]}

@@ -7,8 +7,9 @@ import subprocess
 
 import pytest
 
+from bench.acceptance_table import acceptance_table
 from bench.manifest import commit, device_folder, manifest
-from bench.summary import BEGIN, END, README, Figure, record, table, with_table
+from bench.summary import BEGIN, END, README, Figure, record, table, with_table, with_tables
 
 SPEED = Figure(
     name="decode", value=12.5, unit="tok/s", better="higher", must=10, share_of_limit=0.5, peer=11.0
@@ -81,4 +82,17 @@ def test_a_figure_that_says_nothing_is_refused(value: float, better):
 
 def test_the_readme_shows_the_committed_figures():
     text = README.read_text()
-    assert with_table(text, table()) == text, "run python -m bench.summary"
+    assert with_tables(text) == text, "run python -m bench.summary"
+
+
+def test_acceptance_is_shown_by_text_sampling_and_head(tmp_path: pathlib.Path):
+    assert acceptance_table(tmp_path) == ""
+    row = {"text": "code", "sampling": "T=1", "head": "full"}
+    rows = [
+        row | {"depth": 1, "tokens_per_cycle": 1.75, "acceptance": [0.75]},
+        row | {"depth": 2, "tokens_per_cycle": 2.25, "acceptance": [0.75, 0.5]},
+    ]
+    rows[1] |= {"coupled_mean": 0.5, "ideal_mean": 0.55, "greedy_mean": 0.25}
+    record("bench/acceptance.py", [SPEED], tmp_path, {"rows": rows})
+    line = "| code | T=1 | full | 0.75 0.50 | 1.75 2.25 | 0.50 / 0.55 / 0.25 |"
+    assert acceptance_table(tmp_path).splitlines()[2:] == [line]

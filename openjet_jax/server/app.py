@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import importlib.resources
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -132,11 +132,7 @@ class _Api:
             with_usage = asked.stream_options is not None and bool(
                 asked.stream_options.include_usage
             )
-            return StreamingResponse(
-                self._events(answers, with_usage, arrived),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
-            )
+            return _Events(answers, self._events(answers, with_usage, arrived))
         return await self._whole(request, answers, arrived)
 
     async def _body(self, request: Request) -> bytes:
@@ -165,8 +161,7 @@ class _Api:
                 if first:
                     self._service.metrics.first_token(time.perf_counter() - arrived)
                     first = False
-                if delivery.finish_reason is not None:
-                    self._service.metrics.answer(delivery.stats)
+                self._service.metrics.piece(delivery)
                 yield number, reply, delivery
 
     async def _whole(self, request: Request, answers: Answers, arrived: float) -> Response:
@@ -186,6 +181,7 @@ class _Api:
                 raise ClientDisconnect
             await collecting
         finally:
+            answers.task.cancel()
             for waiting in (collecting, leaving):
                 waiting.cancel()
             await asyncio.gather(collecting, leaving, return_exceptions=True)
@@ -193,7 +189,7 @@ class _Api:
 
     async def _events(
         self, answers: Answers, with_usage: bool, arrived: float
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes]:
         """Yields a stream of server-sent events; leaving it cancels the answers."""
         envelope, blank = answers.envelope, {"usage": None} if with_usage else {}
         try:
@@ -216,6 +212,25 @@ class _Api:
             yield b"data: [DONE]\n\n"
         except ApiError as error:
             yield _event(error.as_dict())
+
+
+class _Events(StreamingResponse):
+    """A stream of server-sent events. However it ends, the answers end with it."""
+
+    def __init__(self, answers: Answers, events: AsyncGenerator[bytes]):
+        super().__init__(
+            events,
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        )
+        self._answers, self._source = answers, events
+
+    async def __call__(self, scope, receive, send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answers.task.cancel()  # its own end, if it was never begun, would not do it
+            await self._source.aclose()
 
 
 def _choice(number: int, **fields) -> dict[str, object]:

@@ -33,7 +33,7 @@ class ServerConfig:
     port: int = 8000
     name: str | None = None
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    agents: int = 1
+    agents: int = 4
     queue_len: int = 32
     max_tokens: int | None = None
     max_body_bytes: int = 16 << 20

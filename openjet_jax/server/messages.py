@@ -47,6 +47,9 @@ def chat_prompt(model: Model, request: ChatRequest) -> ChatPrompt:
     if model.template is None:
         raise bad_request("the model has no chat template; use /v1/completions")
     tools = tuple(request.tools or ()) if request.tool_choice != "none" else ()
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise bad_request("two tools have the same name", "tools")
     options = template_options(model, request)
     if tools:
         options["tools"] = [tool.model_dump(exclude_unset=True) for tool in tools]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from openjet_jax.stats import Stats
+from openjet_jax.answers import Piece
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -53,13 +53,13 @@ class Metrics:
         self._tokens.labels("read").inc(read)
         self._tokens.labels("cached").inc(cached)
 
-    def answer(self, stats: Stats) -> None:
-        """Counts a finished answer's tokens and drafts."""
-        self._tokens.labels("generated").inc(stats.new_tokens)
-        for i, (drafted, accepted) in enumerate(zip(stats.drafted, stats.accepted, strict=True)):
-            if drafted:
-                self._drafts.labels(str(i + 1), "accepted").inc(accepted)
-                self._drafts.labels(str(i + 1), "rejected").inc(drafted - accepted)
+    def piece(self, piece: Piece) -> None:
+        """Counts what a piece brought: tokens, and what became of drafts."""
+        self._tokens.labels("generated").inc(len(piece.token_ids))
+        for drafted, accepted in piece.cycles:
+            for position in range(drafted):
+                outcome = "accepted" if position < accepted else "rejected"
+                self._drafts.labels(str(position + 1), outcome).inc()
 
     def text(self) -> bytes:
         """Returns everything in Prometheus's text format."""

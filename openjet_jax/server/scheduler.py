@@ -105,6 +105,8 @@ class Scheduler:
         with self._changed:
             if self._stopping:
                 raise Stopping
+            waiting = [waits for waits in self._waiting if not waits.cancelled.is_set()]
+            self._waiting = collections.deque(waiting)
             ahead = self._queued()
             free = self._free() - sum(len(t.samplings) for t in self._waiting)
             if ahead >= self.queue_len and (ahead or free < len(task.samplings)):

@@ -59,7 +59,7 @@ class _no_compilation:
         self.seen = []
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if "backend_compile" in event:
             self.seen.append(event)
 

@@ -1,6 +1,8 @@
 """The real `openai` client against a server with the bundled model."""
 
+import importlib.util
 import json
+import pathlib
 
 import openai
 import pytest
@@ -104,6 +106,24 @@ def test_the_model_calls_a_tool_and_reads_its_result(client):
     result = {"role": "tool", "tool_call_id": call.id, "content": "Buy milk."}
     after = chat(client, [*ask, choice.message, result], tools=[READ_FILE], max_tokens=8)
     assert after.usage.prompt_tokens_details.cached_tokens >= answer.usage.prompt_tokens
+
+
+def test_the_example_agent_reads_the_file_it_is_asked_for(client, tmp_path, monkeypatch):
+    path = pathlib.Path(__file__).parents[2] / "docs" / "examples" / "agent.py"
+    spec = importlib.util.spec_from_file_location("agent", path)
+    assert spec is not None and spec.loader is not None
+    agent = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(agent)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("Buy milk.")
+    results = []
+    result_of = agent.result_of
+    monkeypatch.setattr(agent, "result_of", lambda call: results.append(result_of(call)) or "x")
+    monkeypatch.setattr(agent, "MAX_STEPS", 1)
+    agent.run(client, "Read the file notes.txt")
+    assert len(results) == 1
+    assert agent.read_file("notes.txt") == "Buy milk."
+    assert agent.read_file("../x").startswith("error") and agent.read_file("y").startswith("error")
 
 
 def test_a_demanded_call_follows_its_schema(client):
