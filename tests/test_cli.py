@@ -81,7 +81,7 @@ def test_logits_of_a_prompt_are_the_golden_ones_with_mtp_and_without(command):
         z = golden(name)
         np.save("ids.npy", z["tokens"])
         code, out, err = command("logits", model, "--tokens", "ids.npy", "--out", "out.bin", *mtp)
-        assert (code, out, err) == (0, "", "")
+        assert code == 0 and out == "", err
         found = dict(np.load("out.bin"))
         assert sorted(found) == ["logits", "mtp_logits"][: 1 + len(mtp)]
         assert all(array.dtype == np.float32 for array in found.values())
