@@ -87,6 +87,7 @@ class Programs:
         self.events: list[CompileEvent] = []
         self.cycle_times: dict[SamplingKind, CycleTime] = {}
         self._ready: dict[str, Executable] = {}
+        self._compiling = False
 
     @property
     def num_compiled(self) -> int:
@@ -215,6 +216,9 @@ class Programs:
         def program(*args):
             return function(*args)
 
+        if self.store.directory is not None and not self._compiling:
+            say(f"compiling programs; they are kept in {self.store.directory}")
+        self._compiling = True
         program.__name__ = name
         jitted = jax.jit(program, donate_argnums=() if donate is None else donate)
         lowered = jitted.lower(*args)
