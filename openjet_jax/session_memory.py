@@ -112,6 +112,15 @@ class SessionMemory:
         self._marks = marks
         self._taken = 0
 
+    def check_room(self, count: int) -> None:
+        """Raises ValueError unless a history of `count` tokens fits the context."""
+        context = self.conversation.decode.context
+        if count > context:
+            raise ValueError(
+                f"{count} tokens do not fit {context=}; shorten the history, or start a session "
+                "with a larger context"
+            )
+
     def source(self, ids: list[int]) -> Source:
         """Returns where reading this history would start; changes nothing."""
         known = self.conversation.ids
