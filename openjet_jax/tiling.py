@@ -6,12 +6,14 @@ run through the reference.
 """
 
 import dataclasses
+import typing
 from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax
 
+from openjet_jax.qwen4exp_weights import Qwen4ExpWeights
 from openjet_jax.weights import Packed, Tiled, Weights
 
 BACKENDS = ("auto", "reference", "mosaic")
@@ -38,7 +40,7 @@ def resolve_backend(backend: str) -> str:
     return backend
 
 
-def tiled_weights(weights: Weights) -> Weights:
+def tiled_weights[W: Weights | Qwen4ExpWeights](weights: W) -> W:
     """Returns the weights with every projection that the kernels can read in their order.
 
     The packed arrays are freed one by one, so that memory peaks at one projection more than the
@@ -58,9 +60,11 @@ def tiled_weights(weights: Weights) -> Weights:
             rows = any(node is head for head in looked_up)
             return tiled(node, keep_rows=rows, keep=shared)
         changed = {
-            field.name: visit(getattr(node, field.name))
+            field.name: visit(child)
             for field in dataclasses.fields(node)
-            if isinstance(getattr(node, field.name), eqx.Module)
+            if isinstance(child := getattr(node, field.name), eqx.Module)
+            # What is looked up by rows, or by expert, is declared as packed.
+            and not (isinstance(child, Packed) and Tiled not in typing.get_args(field.type))
         }
         return dataclasses.replace(node, **changed)
 

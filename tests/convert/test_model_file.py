@@ -11,10 +11,10 @@ from gguf_cases import U32, Keys, Tensors, small_keys, small_tensors, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openjet_jax.config import ModelConfig
+from openjet_jax.config import Qwen35Config
+from openjet_jax.convert.architectures import expected_tensors
 from openjet_jax.convert.gguf import GGUFError
 from openjet_jax.convert.model_file import ModelFile, read_model
-from openjet_jax.convert.tensor_names import expected_tensors
 
 type Write = Callable[..., ModelFile]
 
@@ -36,7 +36,7 @@ def roles(model: ModelFile) -> dict[tuple[str, str, int], str]:
 
 
 def test_the_keys_become_the_configuration(read: Write):
-    assert read().config == ModelConfig(
+    assert read().config == Qwen35Config(
         num_layers=2,
         hidden=8,
         ffn=12,
@@ -96,7 +96,7 @@ def test_each_role_is_a_field_of_the_weights_classes():
         assert fields == set(classes[stack].__annotations__) - inner, stack
 
 
-def published(**changes: Any) -> ModelConfig:
+def published(**changes: Any) -> Qwen35Config:
     """Returns the configuration of the 27B model, with changes."""
     layers = changes.get("num_layers", 64)
     sizes: dict[str, Any] = {
@@ -119,7 +119,7 @@ def published(**changes: Any) -> ModelConfig:
         "has_mtp": False,
         "context": 262144,
     }
-    return ModelConfig(**(sizes | changes))
+    return Qwen35Config(**(sizes | changes))
 
 
 @pytest.mark.parametrize(
@@ -455,4 +455,4 @@ def test_any_value_of_any_key_is_understood_or_refused(
     except GGUFError as error:
         assert str(error).startswith(str(path))
     else:
-        assert isinstance(config, ModelConfig)
+        assert isinstance(config, Qwen35Config)
