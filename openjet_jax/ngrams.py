@@ -35,8 +35,8 @@ class NgramState(RecurrentState):
       ids: token ids in the same way.
     """
 
-    ngrams: Float[Array, "history_rows width"]
-    ids: Int[Array, "history_rows"]
+    ngrams: Float[Array, "ngram_rows streams_width"]
+    ids: Int[Array, " id_rows"]
 
 
 def ngram_state(config: Qwen4ExpConfig) -> NgramState:

@@ -27,7 +27,7 @@ from openjet_jax.layers import (
     rms_norm,
 )
 from openjet_jax.state import KVCache, RecurrentState, kv_cache, recurrent_state
-from openjet_jax.weights import MtpWeights, Weights, project
+from openjet_jax.weights import Qwen35MtpWeights, Qwen35Weights, project
 from pallas_kernels.attention import attention_reference
 
 type Caches = tuple[RecurrentState, KVCache]
@@ -49,7 +49,7 @@ def hidden_width(config: Qwen35Config) -> int:
 
 
 def trunk(
-    weights: Weights,
+    weights: Qwen35Weights,
     config: Qwen35Config,
     tokens: Int[Array, " rows"],
     start: Int[Array, ""],
@@ -102,7 +102,7 @@ def trunk(
 
 
 def features(
-    weights: Weights, config: Qwen35Config, hidden: Float[Array, "rows hidden"]
+    weights: Qwen35Weights, config: Qwen35Config, hidden: Float[Array, "rows hidden"]
 ) -> Float[Array, "rows hidden"]:
     """Returns what the head projects: the trunk's output rows themselves."""
     del weights, config
@@ -115,8 +115,8 @@ mtp_features = features
 def _join(
     tokens: Int[Array, " rows"],
     hidden: Float[Array, "rows hidden"],
-    weights: Weights,
-    mtp: MtpWeights,
+    weights: Qwen35Weights,
+    mtp: Qwen35MtpWeights,
     eps: float,
 ) -> Float[Array, "rows hidden"]:
     """Returns the block's residual stream: embedding and hidden row, normed and projected."""
@@ -134,7 +134,7 @@ def mtp_block(
     start: Int[Array, ""],
     live: Bool[Array, " rows"],
     kv: KVCache,
-    weights: Weights,
+    weights: Qwen35Weights,
     config: Qwen35Config,
 ) -> tuple[Float[Array, "rows hidden"], KVCache]:
     """Returns the block's normed output rows, and its cache."""
@@ -157,7 +157,7 @@ def mtp_fill(
     start: Int[Array, ""],
     live: Bool[Array, " rows"],
     kv: KVCache,
-    weights: Weights,
+    weights: Qwen35Weights,
     config: Qwen35Config,
 ) -> KVCache:
     """Returns the block's cache with entries for the live rows, outputs not computed."""

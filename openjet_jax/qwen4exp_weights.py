@@ -3,14 +3,7 @@
 import equinox as eqx
 from jaxtyping import Array, Float
 
-from openjet_jax.weights import (
-    AttentionWeights,
-    DeltaNetWeights,
-    DraftHead,
-    Packed,
-    Projection,
-    RowTable,
-)
+from openjet_jax.weights import MtpWeights, Packed, Projection, RowTable, Weights
 
 
 class StreamWeights(eqx.Module):
@@ -59,34 +52,23 @@ class NgramWeights(eqx.Module):
     conv: Float[Array, "width taps"]
 
 
-class Qwen4ExpMtpWeights(eqx.Module):
-    """The block that predicts the token after next; as `MtpWeights`, with residual streams."""
+class Qwen4ExpMtpWeights(MtpWeights):
+    """The MTP block of a qwen4exp model."""
 
-    embed_norm: Float[Array, " hidden"]
-    hidden_norm: Float[Array, " width"]
-    join: Projection
     mixer_streams: StreamWeights
     ffn_streams: StreamWeights
-    attention: AttentionWeights
     indexer: IndexerWeights | None
     experts: ExpertWeights
     final: StreamWeights
-    embedding: Packed | None
-    head: Projection | None
-    draft: DraftHead | None = None
 
 
-class Qwen4ExpWeights(eqx.Module):
-    """All weights of a qwen4exp model; None where no layer is of a kind."""
+class Qwen4ExpWeights(Weights):
+    """All weights of a qwen4exp model."""
 
-    embedding: Packed
     mixer_streams: StreamWeights
     ffn_streams: StreamWeights
-    deltanet: DeltaNetWeights | None
-    attention: AttentionWeights | None
     indexer: IndexerWeights | None
     experts: ExpertWeights
     ngrams: NgramWeights
     final: StreamWeights
-    head: Projection
     mtp: Qwen4ExpMtpWeights | None

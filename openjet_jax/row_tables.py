@@ -1,4 +1,4 @@
-"""Tables of packed rows on disk: files beside the checkpoint's blocks, mapped and never copied whole.
+"""Tables of packed rows on disk: files beside the blocks, mapped and never copied whole.
 
 A table is too large to be read at loading, and little of it is ever used. Its file is the array.
 """

@@ -5,7 +5,6 @@ block's four, at the block's first position. Block keys outlive rollbacks; see `
 """
 
 from dataclasses import replace
-from typing import Self
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -57,7 +56,7 @@ class SparseCache(KVCache):
         """Rows of an update list."""
         return max(self.pooling.padding, 1)
 
-    def committed(self, length: Int[Array, ""]) -> Self:
+    def committed(self, length: Int[Array, ""]) -> "SparseCache":
         """Returns the cache after a rollback to `length` positions."""
         kept = retained_after(self.retained, length)
         return replace(self, retained=kept if self.pooling.retention else jnp.int32(0))

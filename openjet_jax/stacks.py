@@ -36,11 +36,11 @@ from openjet_jax.checkpoint import (
 from openjet_jax.config import ModelConfig, Qwen4ExpConfig, Qwen35Config
 from openjet_jax.qwen4exp_weights import Qwen4ExpWeights
 from openjet_jax.row_tables import ROWS, map_rows
-from openjet_jax.weights import Packed, RowTable, Weights
+from openjet_jax.weights import Packed, Qwen35Weights, RowTable, Weights
 from pallas_kernels.formats import FORMATS
 
 _WEIGHTS: dict[type[ModelConfig], Any] = {
-    Qwen35Config: Weights,
+    Qwen35Config: Qwen35Weights,
     Qwen4ExpConfig: Qwen4ExpWeights,
 }
 """The class of each model's weights."""

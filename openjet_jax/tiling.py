@@ -13,7 +13,6 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from openjet_jax.qwen4exp_weights import Qwen4ExpWeights
 from openjet_jax.weights import Packed, Tiled, Weights
 
 BACKENDS = ("auto", "reference", "mosaic")
@@ -40,7 +39,7 @@ def resolve_backend(backend: str) -> str:
     return backend
 
 
-def tiled_weights[W: Weights | Qwen4ExpWeights](weights: W) -> W:
+def tiled_weights(weights: Weights) -> Weights:
     """Returns the weights with every projection that the kernels can read in their order.
 
     The packed arrays are freed one by one, so that memory peaks at one projection more than the

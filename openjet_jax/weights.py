@@ -245,23 +245,34 @@ class MtpWeights(eqx.Module):
     """
 
     embed_norm: Float[Array, " hidden"]
-    hidden_norm: Float[Array, " hidden"]
+    hidden_norm: Float[Array, " width"]
     join: Projection
     attention: AttentionWeights
-    ffn: FeedForwardWeights
-    head_norm: Float[Array, " hidden"]
     embedding: Packed | None
     head: Projection | None
-    draft: DraftHead | None = None
+    draft: DraftHead | None = eqx.field(default=None, kw_only=True)
 
 
 class Weights(eqx.Module):
-    """All weights of a qwen35 model; None where no layer is of a kind."""
+    """What every model has; None where no layer is of a kind."""
 
     embedding: Packed
     deltanet: DeltaNetWeights | None
     attention: AttentionWeights | None
-    ffn: FeedForwardWeights
-    final_norm: Float[Array, " hidden"]
     head: Projection
     mtp: MtpWeights | None
+
+
+class Qwen35MtpWeights(MtpWeights):
+    """The MTP block of a qwen35 model."""
+
+    ffn: FeedForwardWeights
+    head_norm: Float[Array, " hidden"]
+
+
+class Qwen35Weights(Weights):
+    """All weights of a qwen35 model."""
+
+    ffn: FeedForwardWeights
+    final_norm: Float[Array, " hidden"]
+    mtp: Qwen35MtpWeights | None

@@ -1,6 +1,7 @@
 """What keys and tensor names say of a model: the traps of qwen35 files, one by one."""
 
 import collections
+import dataclasses
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -80,20 +81,20 @@ def test_every_tensor_goes_to_one_place_in_the_weights(read: Write):
 def test_each_role_is_a_field_of_the_weights_classes():
     weights = pytest.importorskip("openjet_jax.weights")
     classes = {
-        "global": weights.Weights,
+        "global": weights.Qwen35Weights,
         "deltanet": weights.DeltaNetWeights,
         "attention": weights.AttentionWeights,
         "mtp.attention": weights.AttentionWeights,
         "ffn": weights.FeedForwardWeights,
         "mtp.ffn": weights.FeedForwardWeights,
-        "mtp": weights.MtpWeights,
+        "mtp": weights.Qwen35MtpWeights,
     }
     inner = {"deltanet", "attention", "ffn", "mtp", "draft"}
     found = collections.defaultdict(set)
     for tensor in expected_tensors(published(num_layers=4, has_mtp=True)):
         found[tensor.role.stack].add(tensor.role.field)
     for stack, fields in found.items():
-        assert fields == set(classes[stack].__annotations__) - inner, stack
+        assert fields == {field.name for field in dataclasses.fields(classes[stack])} - inner, stack
 
 
 def published(**changes: Any) -> Qwen35Config:
