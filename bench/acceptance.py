@@ -29,14 +29,13 @@ import numpy as np
 
 import openjet_jax as oj
 from bench.summary import Figure, record
+from openjet_jax.architectures import architecture_of, logits
 from openjet_jax.config import MAX_DEPTH, ROWS
 from openjet_jax.depth import parse_depth
-from openjet_jax.draft import mtp_block
 from openjet_jax.draft_list import added_ids, count_files, frequent_ids
 from openjet_jax.draft_vocabulary import NUM_SLOTS, draft_logits
 from openjet_jax.engine import programs_for
 from openjet_jax.filters import keep_tokens
-from openjet_jax.model import logits
 from openjet_jax.sampling import choose, initial_sampling_state
 from openjet_jax.stats import Stats
 
@@ -128,13 +127,13 @@ def drafted(weights, kv, hidden, text, positions, sampling, *, config, kind):
       config: static.
       kind: static.
     """
-    row, column = jnp.arange(ROWS), jnp.arange(config.vocab)
+    model, row, column = architecture_of(config), jnp.arange(ROWS), jnp.arange(config.vocab)
     sampled = kind.method != "greedy"
 
     def scores_of(rows, newest):
         scores, ids = draft_logits(weights, None, rows)
         if ids is not None:
-            own = logits(weights, rows)
+            own = logits(weights, rows, config=config)
             seen = jnp.zeros(config.vocab, bool)
             seen = seen.at[jnp.where(jnp.arange(len(text)) <= newest, text, config.vocab)].set(
                 True, mode="drop"
@@ -148,12 +147,13 @@ def drafted(weights, kv, hidden, text, positions, sampling, *, config, kind):
             token, before, kv = carry
             tokens = jnp.where(row == 0, token, 0)
             fed = jnp.where(row[:, None] == 0, before, 0.0)
-            out, kv = mtp_block(tokens, fed, newest + i, row < 1, kv, weights, config)
-            scores = scores_of(out[:1], newest)
+            out, kv = model.mtp_block(tokens, fed, newest + i, row < 1, kv, weights, config)
+            features = model.mtp_features(weights, config, out[:1])
+            scores = scores_of(features, newest)
             draft = choose(scores, (newest + 1 + i)[None], sampling, kind.draft)[0]
             rates = jnp.zeros(2)
             if sampled:
-                target = logits(weights, hidden[newest + i][None])
+                target = logits(weights, hidden[newest + i][None], config=config)
                 target = jnp.where(column[None] < config.vocab_used, target, -jnp.inf)
                 p = probabilities(target, sampling, kind)[0]
                 q = probabilities(scores, sampling, kind.draft)[0]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from openjet_jax import stacks
+from openjet_jax.architectures import initial_state
 from openjet_jax.checkpoint import (
     VERSION,
     CheckpointError,
@@ -26,7 +27,6 @@ from openjet_jax.inspection import inspect, render
 from openjet_jax.loading import checkpoint_of, load, load_template, load_tokenizer, located
 from openjet_jax.memory import memory_plan
 from openjet_jax.stacks import load_weights, weight_specs
-from openjet_jax.state import initial_state
 from openjet_jax.weights import Packed
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "golden"
