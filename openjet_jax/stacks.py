@@ -172,8 +172,8 @@ class _Reading:
         """
         totals = [0] * len(self._paths)
         for task in self._tasks:
-            for leaf, partial in task.result():
-                totals[leaf] += partial
+            for leaf, part_sum in task.result():
+                totals[leaf] += part_sum
         for entry, path, total in zip(self._stack.entries, self._paths, totals, strict=True):
             if f"{total % 2**64:016x}" != entry.planes[self._stack.plane].checksum:
                 raise _damaged(path, "it is not what was written: its checksum differs")
