@@ -65,8 +65,8 @@ class Stats:
     def acceptance(self) -> list[float]:
         """By draft position, the share of verified drafts that survived; 0 where none was made.
 
-        Not conditional on the draft before: at a fixed depth it falls with the position, and a cycle
-        emits one token more than the sum.
+        Not conditional on the draft before: at a fixed depth it falls with the position, and a
+        cycle emits one token more than the sum.
         """
         return [a / d if d else 0.0 for a, d in zip(self.accepted, self.drafted, strict=True)]
 
