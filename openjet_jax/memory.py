@@ -9,6 +9,8 @@ import numpy as np
 
 from openjet_jax.checkpoint import DENSE, TensorEntry
 from openjet_jax.config import DecodeConfig, ModelConfig
+from openjet_jax.draft_list import DEFAULT_SIZE
+from openjet_jax.draft_vocabulary import NUM_SLOTS
 from openjet_jax.state import DecodeState, initial_state
 
 FLOAT_BYTES = 4
@@ -21,7 +23,8 @@ class MemoryPlan:
     Attributes:
       context: positions of the conversation.
       kv_dtype: format of the key-value caches.
-      weights: packed weights by group; what shares another's weights is not counted again.
+      weights: packed weights by group; what shares another's weights is not counted again, the
+        draft head's copy of the default list's rows is.
       kv_position: keys and values of one position, the MTP block's included.
       kv: the trunk's cache.
       mtp_kv: the MTP block's cache.
@@ -64,7 +67,7 @@ def memory_plan(
     return MemoryPlan(
         context=decode.context,
         kv_dtype=decode.kv_dtype,
-        weights=_weight_groups(tensors),
+        weights=_weight_groups(tensors) | _draft_head(config, tensors),
         kv_position=2 * cached_layers * width * state.kv.k.dtype.itemsize,
         kv=kv,
         mtp_kv=mtp_kv,
@@ -112,3 +115,12 @@ def _weight_groups(tensors: Sequence[TensorEntry]) -> dict[str, int]:
     for tensor in tensors:
         groups[names[tensor.field.split(".")[0]]] += tensor.nbytes
     return {name: nbytes for name, nbytes in groups.items() if nbytes}
+
+
+def _draft_head(config: ModelConfig, tensors: Sequence[TensorEntry]) -> dict[str, int]:
+    """Returns the bytes of the default list's rows and of the slots, where there is a list."""
+    if not config.has_mtp or config.vocab_used <= DEFAULT_SIZE:
+        return {}
+    heads = {t.field: t.nbytes for t in tensors if t.field in ("embedding", "head", "mtp.head")}
+    head = heads.get("mtp.head") or heads.get("head") or heads["embedding"]
+    return {"draft head": head * (DEFAULT_SIZE + NUM_SLOTS) // config.vocab}
