@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import CACHE, DECODE, case, fixed
@@ -24,7 +25,8 @@ from openjet_jax.draft_vocabulary import (
 from openjet_jax.loading import load
 from openjet_jax.model import logits
 from openjet_jax.settings import Sampling
-from openjet_jax.weights import Packed
+from openjet_jax.tiling import tiled
+from openjet_jax.weights import Packed, Tiled
 
 FEW = 8
 LISTED = np.arange(5, 45, 2)
@@ -101,6 +103,19 @@ def test_slot_columns_are_the_full_head_s_logits():
     assert ids is not None and drafted.shape == (3, len(LISTED) + FEW)
     assert set(np.asarray(ids)) == {*LISTED.tolist(), *held(slots)}
     np.testing.assert_allclose(drafted, full[:, np.asarray(ids)], rtol=1e-5, atol=1e-5)
+
+
+def test_slots_of_a_tiled_head_hold_its_rows():
+    weights = load("tiny", draft_vocab=512).weights
+    tokens = jnp.arange(8000, 8004)
+    rows = jax.tree.map(np.asarray, full_head(weights).row_planes(tokens))
+    head = tiled(full_head(weights), keep_rows=True)
+    assert isinstance(head, Tiled)
+    weights = dataclasses.replace(weights, head=head)
+    slots = hold(empty_slots(weights), weights, tokens, jnp.int32(4))
+    assert slots is not None and held(slots) == set(tokens.tolist())
+    for name, plane in slots.planes.items():
+        np.testing.assert_array_equal(plane[:4], rows[name])
 
 
 def test_a_head_over_the_whole_vocabulary_needs_no_slots():
