@@ -81,7 +81,7 @@ def test_what_a_session_does_next_changes_no_stored_prefix():
     ours = read(cache, ids)
     ours.publish()
     (prefix,) = next(iter(cache._entries.values()))
-    before = [np.array(block.k) for block in prefix.blocks]
+    before = [np.array(block.trunk["k"]) for block in prefix.blocks]
     adopted = sharing(cache)
     adopted.append([*ids[:99], 1, 2, 3])
     answer(adopted)
