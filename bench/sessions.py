@@ -15,6 +15,7 @@ import signal
 import tempfile
 import time
 import types
+from typing import Any
 
 import jax
 import numpy as np
@@ -102,7 +103,7 @@ def killed_saves(both: list[oj.Session], path: pathlib.Path, times: int) -> list
     return left
 
 
-def _in_host_memory(session: oj.Session):
+def _in_host_memory(session: oj.Session) -> Any:
     """Returns what saving needs of a session's memory, where a forked process can use it."""
     conversation = session._memory.conversation
     blocks = [conversation.read_block(i) for i in range(-(-conversation.length // 256))]

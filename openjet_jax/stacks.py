@@ -15,7 +15,6 @@ import os
 import types
 import typing
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +102,10 @@ def load_weights(directory: Path) -> tuple[ModelConfig, Weights]:
     pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="restore")
     try:
         for stack in stacks:
-            reading = _Mapped if stack.plane == ROWS else partial(_Reading, pool)
-            readings.append(reading(directory, stack))
+            mapped = stack.plane == ROWS
+            readings.append(
+                _Mapped(directory, stack) if mapped else _Reading(pool, directory, stack)
+            )
             while sum(reading.array.nbytes for reading in readings) > READ_AHEAD_BYTES:
                 send()
         while readings:

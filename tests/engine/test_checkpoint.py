@@ -27,7 +27,7 @@ from openjet_jax.inspection import inspect, render
 from openjet_jax.loading import checkpoint_of, load, load_template, load_tokenizer, located
 from openjet_jax.memory import memory_plan
 from openjet_jax.stacks import load_weights, weight_specs
-from openjet_jax.weights import Packed
+from openjet_jax.weights import Packed, Qwen35Weights
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "golden"
 SMALL = DATA / "iq4_nl_recr.gguf"
@@ -78,6 +78,7 @@ def test_layers_of_two_formats_are_stacked_apart_and_found_through_the_table(tmp
     tensors = read_config(directory).tensors
     _, weights = load_weights(directory)
     formats = [t.format for t in tensors if t.field == "ffn.down"]
+    assert isinstance(weights, Qwen35Weights)
     down = weights.ffn.down
     assert isinstance(down, Packed)
     assert len(set(formats)) == len(down.stacks) == 2

@@ -261,7 +261,7 @@ def _window_program(name: str, rows: int, chunked: bool):
         streams, (recurrent, kv) = qwen4exp.trunk(
             model.weights, model.config, tokens, start, count, (recurrent, kv), chunked=chunked
         )
-        retained = kv.retained
+        retained = kv.retained  # pyright: ignore[reportAttributeAccessIssue]  # a SparseCache
         if not chunked:
             recurrent = recurrent.committed(keep)
         logits = qwen4exp.features(model.weights, model.config, streams)
