@@ -98,7 +98,7 @@ def killed_saves(both: list[oj.Session], path: pathlib.Path, times: int) -> list
         restored = oj.Session.restore(model, path)
         left.append([session.ids for session in both].index(restored.ids))
         restored.append([1])
-        assert restored.read().reused == len(both[0].ids)
+        assert restored.read().reused == len(both[left[-1]].ids)
         restored.close()
     return left
 
