@@ -260,7 +260,7 @@ def test_draft_rows_are_the_golden_ones(name, monkeypatch):
 def _window_program(name: str, rows: int, chunked: bool):
     model = load(name)
 
-    def run(tokens, start, count, keep, recurrent, kv):
+    def run(tokens, start, count, keep, recurrent, kv: Any):
         streams, (recurrent, kv) = qwen4exp.trunk(
             model.weights, model.config, tokens, start, count, (recurrent, kv), chunked=chunked
         )
@@ -315,7 +315,8 @@ def continued(name: str, pooling: Pooling, depth: int):
     conversation = model.conversation(model.answers["tokens"])
     bursts = conversation.run(Sampling(), fixed(depth, model), max_new_tokens=40)
     tokens = [token for burst in bursts for token in burst.token_ids]
-    kv, length = conversation.state.kv, int(conversation.state.length)
+    kv: Any = conversation.state.kv
+    length = int(conversation.state.length)
     assert kv.retained == (length // 4 if pooling.retention else 0)
     return tokens, np.asarray(kv.pooled)[:, : length // 4]
 
@@ -359,7 +360,7 @@ def committed(state, config) -> dict[str, np.ndarray]:
 
 
 def poisoned(state):
-    """Returns the state with NaN in everything that only rejected or future rows could have read."""
+    """Returns the state with NaN wherever only rejected or future rows could have read."""
     n = int(state.length)
 
     def spoil(kv):
