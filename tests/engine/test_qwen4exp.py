@@ -9,14 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import case, greedy, names, relative_rms
+from golden import case, fixed, greedy, names, relative_rms
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pooling_reference import rows_of
 from test_cycle import ask, cycle
 
 from openjet_jax import qwen4exp, sparse_attention
-from openjet_jax.config import ROWS
+from openjet_jax.compiled import Programs
+from openjet_jax.config import ROWS, Pooling
 from openjet_jax.cycle import cycle as run_cycle
-from openjet_jax.settings import SamplingKind
+from openjet_jax.settings import Sampling, SamplingKind
 from pallas_kernels.pooled_keys import update_list
 
 # Plain float32 arithmetic reaches 1e-6 on these models, 7e-6 on the deepest.
@@ -257,7 +260,7 @@ def test_draft_rows_are_the_golden_ones(name, monkeypatch):
 def _window_program(name: str, rows: int, chunked: bool):
     model = load(name)
 
-    def run(tokens, start, count, keep, recurrent, kv):
+    def run(tokens, start, count, keep, recurrent, kv: Any):
         streams, (recurrent, kv) = qwen4exp.trunk(
             model.weights, model.config, tokens, start, count, (recurrent, kv), chunked=chunked
         )
@@ -292,3 +295,131 @@ def test_scripted_windows_and_rollbacks_follow_the_golden_trace(name):
         logits.append(hidden[keep - 1])
     head = np.asarray(model.weights.head.dense(0))
     assert relative_rms(np.asarray(jnp.stack(logits)) @ head.T, z["win_logits"]) < BOUND
+
+
+VARIANTS = {
+    "exact lists": Pooling(padding=0),
+    "sixteen rows": Pooling(padding=16),
+    "fillers stored": Pooling(rewrite_fillers=True),
+    "nothing retained": Pooling(retention=False),
+}
+
+
+@functools.cache
+def continued(name: str, pooling: Pooling, depth: int):
+    """Returns the text and the block keys after some greedy cycles."""
+    model = load(name)
+    decode = dataclasses.replace(model.programs.decode, pooling=pooling)
+    programs = Programs(model.config, decode, model.weights, model.programs.store)
+    model = dataclasses.replace(model, programs=programs)
+    conversation = model.conversation(model.answers["tokens"])
+    bursts = conversation.run(Sampling(), fixed(depth, model), max_new_tokens=40)
+    tokens = [token for burst in bursts for token in burst.token_ids]
+    kv: Any = conversation.state.kv
+    length = int(conversation.state.length)
+    assert kv.retained == (length // 4 if pooling.retention else 0)
+    return tokens, np.asarray(kv.pooled)[:, : length // 4]
+
+
+@pytest.mark.parametrize("name", ["f32_mtp"])
+def test_text_is_the_same_at_every_depth_and_however_block_keys_are_maintained(name):
+    tokens, pooled = continued(name, Pooling(), 0)
+    for depth in range(1, 6):
+        others, keys = continued(name, Pooling(), depth)
+        assert others == tokens
+        same = min(pooled.shape[1], keys.shape[1])
+        assert np.array_equal(pooled[:, :same].view(np.uint32), keys[:, :same].view(np.uint32))
+    for pooling in VARIANTS.values():
+        others, keys = continued(name, pooling, 3)
+        assert others == tokens
+        same = min(pooled.shape[1], keys.shape[1])
+        assert np.array_equal(pooled[:, :same].view(np.uint32), keys[:, :same].view(np.uint32))
+
+
+def committed(state, config) -> dict[str, np.ndarray]:
+    """Returns everything a committed position left behind, once nothing is pending before it."""
+    n, start = int(state.length), int(state.recurrent.start)
+    recurrent = state.recurrent
+    parts = {
+        "delta": recurrent.delta,
+        "history": recurrent.window[:, start : start + config.history],
+        "ngrams": recurrent.ngrams[start : start + config.ngram_history],
+        "ids": recurrent.ids[start : start + config.ngram - 1],
+        "hidden": state.hidden,
+        "k": state.kv.k[:, :n],
+        "v": state.kv.v[:, :n],
+        "raw": state.kv.raw[:, :n],
+        "pooled": state.kv.pooled[:, : n // 4],
+        "retained": state.kv.retained,
+        "tokens": state.tokens[: n + 1],
+        "mtp_k": state.mtp_kv.k[:, :n],
+        "mtp_raw": state.mtp_kv.raw[:, :n],
+        "mtp_pooled": state.mtp_kv.pooled[:, : n // 4],
+    }
+    return {name: np.array(part) for name, part in parts.items()}
+
+
+def poisoned(state):
+    """Returns the state with NaN wherever only rejected or future rows could have read."""
+    n = int(state.length)
+
+    def spoil(kv):
+        at = np.arange(kv.k.shape[1])
+        rows = {name: np.array(plane) for name, plane in kv.planes().items()}
+        for plane in rows.values():
+            plane[:, at >= n] = np.nan
+        pooled = np.array(kv.pooled)
+        pooled[:, n // 4 :] = np.nan
+        return dataclasses.replace(kv, **rows, pooled=pooled)
+
+    return dataclasses.replace(state, kv=spoil(state.kv), mtp_kv=spoil(state.mtp_kv))
+
+
+@functools.cache
+def one_by_one(name: str, count: int):
+    model = load(name)
+    state, text, states = started(model, 0), [], {}
+    for _ in range(count):
+        state, info = cycle(model, state)
+        text.append(int(info.tokens[0]))
+        states[int(state.length)] = committed(state, model.config)
+    return text, states
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=4))
+def test_any_accepts_and_rollbacks_leave_the_bits_of_one_by_one_decoding(script):
+    """Each (good, bad) drafts right tokens, then wrong ones, onto a state full of NaN beyond."""
+    model = load("f32_mtp")
+    text, states = one_by_one("f32_mtp", 26)
+    state, done = started(model, 0), 0
+    for good, bad in script:
+        right = text[done : done + good]
+        wrong = [(t + 1) % 256 for t in text[done + good : done + good + bad]]
+        state, info = cycle(model, poisoned(state), (right + wrong)[:5])
+        assert int(info.accepted) == len(right)
+        done += int(info.num_tokens)
+        if done > 18:
+            break
+    state, _ = cycle(model, state)  # folds what the last cycle accepted
+    ours, theirs = committed(state, model.config), states[int(state.length)]
+    for name, part in theirs.items():
+        assert np.array_equal(ours[name].view(np.uint32), part.view(np.uint32)), name
+
+
+def test_with_everything_selected_sparse_attention_is_dense_attention():
+    """Up to the budget and a tail, that is: then they part."""
+    model = load("f32_mtp")
+    config = dataclasses.replace(model.config, budget=512, mtp_sparse=False)
+    z, (rows,) = model.answers, model.programs.decode.chunks
+    dense = dataclasses.replace(config, sparse=(False,) * config.num_layers)
+    ids, streams = padded(z["tokens"], rows), []
+    for variant in (model.config, config, dense):
+        caches = qwen4exp.initial_caches(variant, model.programs.decode)
+        run = jax.jit(functools.partial(qwen4exp.trunk, model.weights, variant, chunked=True))
+        out, _ = run(ids, np.int32(0), np.int32(len(z["tokens"])), caches)
+        streams.append(np.asarray(out)[: len(z["tokens"])])
+    seen = 4 * model.config.budget + 3
+    assert relative_rms(streams[1], streams[2]) < 2e-6
+    assert relative_rms(streams[0][:seen], streams[2][:seen]) < 2e-6
+    assert relative_rms(streams[0][seen + 1 :], streams[2][seen + 1 :]) > 1e-3
