@@ -370,7 +370,8 @@ def poisoned(state):
             plane[:, at >= n] = np.nan
         pooled = np.array(kv.pooled)
         pooled[:, n // 4 :] = np.nan
-        return dataclasses.replace(kv, **rows, pooled=pooled)
+        spoilt = {name: jnp.asarray(plane) for name, plane in rows.items()}
+        return dataclasses.replace(kv, **spoilt, pooled=jnp.asarray(pooled))
 
     return dataclasses.replace(state, kv=spoil(state.kv), mtp_kv=spoil(state.mtp_kv))
 
