@@ -13,7 +13,7 @@ demo: setup  ## generate text with the bundled model
 test: setup  ## lint, then every test that needs no GPU
 	@status=0; \
 	$(MAKE) --no-print-directory lint || status=1; \
-	$(RUN) -m pytest -n 2 || status=1; \
+	$(RUN) -m pytest -n 2 --dist loadgroup || status=1; \
 	exit $$status
 
 lint: setup  ## ruff and pyright

@@ -1,12 +1,13 @@
 """How many drafts of the bundled model survive: by position, at every depth, greedy and sampled.
 
-    python -m bench.acceptance [--tokens 96]
+    python -m bench.acceptance [--tokens 64]
 
 The engine continues code and prose that the model was not trained on, at depth 5. Then, at every
 position of each text, five drafts are made as `cycle` makes them. Whether one survives does not
 depend on where cycles began, so a walk over the text gives the counts of every depth and draft
 head, as `Stats` defines them: the share of *verified* drafts at a position that survived. Nothing
-counts unless the engine itself gives the same text and the same counts where it is run.
+counts unless the engine itself gives the same text and the same counts where it is run: on every
+text with the full head, on the first with the list.
 
 Where tokens are sampled, every draft that is reached (the text agrees with those before it) is
 also compared with what two other rules would accept there, p being the target's filtered
@@ -28,14 +29,13 @@ import numpy as np
 
 import openjet_jax as oj
 from bench.summary import Figure, record
+from openjet_jax.architectures import architecture_of, logits
 from openjet_jax.config import MAX_DEPTH, ROWS
 from openjet_jax.depth import parse_depth
-from openjet_jax.draft import mtp_block
 from openjet_jax.draft_list import added_ids, count_files, frequent_ids
 from openjet_jax.draft_vocabulary import NUM_SLOTS, draft_logits
 from openjet_jax.engine import programs_for
 from openjet_jax.filters import keep_tokens
-from openjet_jax.model import logits
 from openjet_jax.sampling import choose, initial_sampling_state
 from openjet_jax.stats import Stats
 
@@ -127,13 +127,13 @@ def drafted(weights, kv, hidden, text, positions, sampling, *, config, kind):
       config: static.
       kind: static.
     """
-    row, column = jnp.arange(ROWS), jnp.arange(config.vocab)
+    model, row, column = architecture_of(config), jnp.arange(ROWS), jnp.arange(config.vocab)
     sampled = kind.method != "greedy"
 
     def scores_of(rows, newest):
         scores, ids = draft_logits(weights, None, rows)
         if ids is not None:
-            own = logits(weights, rows)
+            own = logits(weights, rows, config=config)
             seen = jnp.zeros(config.vocab, bool)
             seen = seen.at[jnp.where(jnp.arange(len(text)) <= newest, text, config.vocab)].set(
                 True, mode="drop"
@@ -147,12 +147,13 @@ def drafted(weights, kv, hidden, text, positions, sampling, *, config, kind):
             token, before, kv = carry
             tokens = jnp.where(row == 0, token, 0)
             fed = jnp.where(row[:, None] == 0, before, 0.0)
-            out, kv = mtp_block(tokens, fed, newest + i, row < 1, kv, weights, config)
-            scores = scores_of(out[:1], newest)
+            out, kv = model.mtp_block(tokens, fed, newest + i, row < 1, kv, weights, config)
+            features = model.mtp_features(weights, config, out[:1])
+            scores = scores_of(features, newest)
             draft = choose(scores, (newest + 1 + i)[None], sampling, kind.draft)[0]
             rates = jnp.zeros(2)
             if sampled:
-                target = logits(weights, hidden[newest + i][None])
+                target = logits(weights, hidden[newest + i][None], config=config)
                 target = jnp.where(column[None] < config.vocab_used, target, -jnp.inf)
                 p = probabilities(target, sampling, kind)[0]
                 q = probabilities(scores, sampling, kind.draft)[0]
@@ -291,7 +292,7 @@ def figures(rows: list[dict]) -> list[Figure]:
 def main() -> None:
     """Measures every setting, and files the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--tokens", type=int, default=64)
     tokens = parser.parse_args().tokens
     full = oj.load("tiny", draft_vocab="full")
     asked = prompts(full.tokenizer)
@@ -315,11 +316,11 @@ def main() -> None:
                 agreed = tally_text(model, tally, text, len(prompt), seeded)
                 if head == "full":
                     check(f"{name}, prompt {i}", engine, agreed, MAX_DEPTH)
-                elif i == len(CODE) - 1 and not (head.endswith("q4") and sampling.temperature):
-                    again, engine = continued(model, prompt, seeded, 3, tokens)
+                elif i == 0 and sampling.kind.method != "top_k" and not head.endswith("q4"):
+                    again, engine = continued(model, prompt, seeded, MAX_DEPTH, tokens)
                     if again != new:
                         raise RuntimeError(f"{name}, {head}: the text is another one")
-                    check(f"{name}, {head}, prompt {i}", engine, agreed, 3)
+                    check(f"{name}, {head}, prompt {i}", engine, agreed, MAX_DEPTH)
         for (kind, head), tally in tallies.items():
             rows += rows_of(kind, name, head, tally)
             print(rows[-1], flush=True)

@@ -19,7 +19,7 @@ from gguf import GGUFWriter
 
 from bench.synthetic_tensors import RECIPES, data, tensors
 from bench.synthetic_tokenizer import add_tokenizer, vocab_parts
-from openjet_jax.config import ModelConfig
+from openjet_jax.config import Qwen35Config
 
 VOCAB = 248320
 FILE_TYPES = {"Q8_0": 7, "Q4_K_M": 15, "Q6_K": 18}
@@ -35,10 +35,10 @@ SIZES = {
 }
 
 
-def published(size: str, has_mtp: bool = True) -> tuple[ModelConfig, bool]:
+def published(size: str, has_mtp: bool = True) -> tuple[Qwen35Config, bool]:
     """Returns the configuration of a size of `SIZES`, and whether its head is tied."""
     layers, hidden, ffn, heads, kv_heads, value_heads, tied = SIZES[size]
-    config = ModelConfig(
+    config = Qwen35Config(
         num_layers=layers,
         hidden=hidden,
         ffn=ffn,
@@ -61,7 +61,7 @@ def published(size: str, has_mtp: bool = True) -> tuple[ModelConfig, bool]:
     return config, tied
 
 
-def resized(config: ModelConfig, **changes: int) -> ModelConfig:
+def resized(config: Qwen35Config, **changes: int) -> Qwen35Config:
     """Returns `config` with some sizes changed; every fourth layer is attention, as published."""
     layers, vocab = changes.get("num_layers", config.num_layers), changes.get("vocab", config.vocab)
     return dataclasses.replace(
@@ -72,7 +72,7 @@ def resized(config: ModelConfig, **changes: int) -> ModelConfig:
     )
 
 
-def _add_metadata(writer: GGUFWriter, config: ModelConfig, recipe: str, seed: int) -> None:
+def _add_metadata(writer: GGUFWriter, config: Qwen35Config, recipe: str, seed: int) -> None:
     """Writes every key but the tokenizer's."""
     writer.add_name("openjet synthetic qwen35")
     writer.add_description(
@@ -109,7 +109,7 @@ def _add_metadata(writer: GGUFWriter, config: ModelConfig, recipe: str, seed: in
 
 def write(
     path: str | pathlib.Path,
-    config: ModelConfig,
+    config: Qwen35Config,
     *,
     tied: bool,
     recipe: str = "Q4_K_M",

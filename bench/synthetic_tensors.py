@@ -12,7 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from bench.synthetic_blocks import FORMATS, fitting, random_blocks
-from openjet_jax.config import ModelConfig
+from openjet_jax.config import Qwen35Config
 
 RECIPES = ("Q4_K_M", "Q8_0", "Q6_K")
 
@@ -56,7 +56,7 @@ def _norm(name: str, width: int, centre: float = 1.0) -> Tensor:
     return Tensor(name=f"{name}.weight", shape=(width,), centre=centre)
 
 
-def _deltanet(config: ModelConfig, out_gain: float) -> Iterator[Tensor]:
+def _deltanet(config: Qwen35Config, out_gain: float) -> Iterator[Tensor]:
     hidden, heads, inner = config.hidden, config.value_heads, config.value_heads * config.gdn_width
     yield _matrix("attn_qkv", config.conv_channels, hidden)
     yield _matrix("attn_gate", inner, hidden)
@@ -70,7 +70,7 @@ def _deltanet(config: ModelConfig, out_gain: float) -> Iterator[Tensor]:
     yield _matrix("ssm_out", hidden, inner, out_gain)
 
 
-def _attention(config: ModelConfig, out_gain: float) -> Iterator[Tensor]:
+def _attention(config: Qwen35Config, out_gain: float) -> Iterator[Tensor]:
     hidden, width = config.hidden, config.head_width
     yield _matrix("attn_q", 2 * config.heads * width, hidden)
     yield _matrix("attn_k", config.kv_heads * width, hidden)
@@ -80,7 +80,7 @@ def _attention(config: ModelConfig, out_gain: float) -> Iterator[Tensor]:
     yield _matrix("attn_output", hidden, config.heads * width, out_gain)
 
 
-def _block(config: ModelConfig, block: int) -> Iterator[Tensor]:
+def _block(config: Qwen35Config, block: int) -> Iterator[Tensor]:
     """Yields the tensors of one block, names and formats still bare."""
     is_mtp = block == config.num_layers
     mixer = _attention if is_mtp or not config.recurrent[block] else _deltanet
@@ -117,7 +117,7 @@ def _form(tensor: Tensor, block: int, blocks: int, recipe: str, tied: bool) -> s
     return fitting("Q6_K" if is_head or is_wide else "Q4_K", tensor.shape[1])
 
 
-def tensors(config: ModelConfig, tied: bool, recipe: str = "Q4_K_M") -> Iterator[Tensor]:
+def tensors(config: Qwen35Config, tied: bool, recipe: str = "Q4_K_M") -> Iterator[Tensor]:
     """Yields every tensor of a file, in file order.
 
     Args:

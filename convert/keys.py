@@ -25,6 +25,11 @@ _NEUTRAL: dict[str, tuple[Value, ...]] = {
     "logit_scale": (0.0, 1.0),
     "expert_count": (0,),
     "expert_used_count": (0,),
+    "expert_gating_func": (1,),
+    "expert_group_count": (0, 1),
+    "expert_shared_count": (0, 1),
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (0.0, 1.0),
     "rope.scale_linear": (0.0, 1.0),
     "rope.scaling.type": ("none",),
     "rope.scaling.attn_factor": (0.0, 1.0),
@@ -45,6 +50,7 @@ class Keys:
         self.file = file
         self.prefix = f"{architecture}."
         self.asked: set[str] = set()
+        self.notes: list[str] = []
 
     def error(self, name: str, message: str) -> GGUFError:
         """Returns the error about a key; `message` follows its name."""

@@ -1,4 +1,4 @@
-"""Tells the trunk layers of a qwen35 GGUF from its MTP block.
+"""Tells the trunk layers of a GGUF from its MTP block.
 
 `block_count` counts the MTP block too, and files exist whose keys name an MTP block that is not
 there. The tensors have the last word: a block with `nextn` tensors is never a trunk layer.
@@ -9,7 +9,8 @@ import re
 
 from openjet_jax.convert.gguf import GGUFError, GGUFFile
 from openjet_jax.convert.keys import Keys
-from openjet_jax.convert.tensor_names import missing_mtp_tensors
+from openjet_jax.convert.layout import Layout
+from openjet_jax.convert.tensor_names import missing
 
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(nextn\.)?")
 
@@ -36,7 +37,7 @@ class Blocks:
         return self.trunk if self.count > self.trunk and not self.has_mtp else None
 
 
-def read_blocks(keys: Keys) -> Blocks:
+def read_blocks(keys: Keys, layout: Layout) -> Blocks:
     """Returns which blocks are trunk layers.
 
     Raises:
@@ -54,10 +55,16 @@ def read_blocks(keys: Keys) -> Blocks:
             f"={declared}, block_count={count} and MTP tensors in {len(nextn)} blocks: at most one"
             " MTP block is supported",
         )
-    if nextn and "blk.0.attn_norm.weight" not in tensors:
+    if nextn and f"blk.0.{layout.trunk_tensor}" not in tensors:
         raise GGUFError(
             f"{keys.file.path}: this file holds the MTP block alone, without a trunk"
-            " (blk.0.attn_norm.weight is missing); use the file of the whole model"
+            f" (blk.0.{layout.trunk_tensor} is missing); use the file of the whole model"
+        )
+    if nextn and not declared and layout.mtp_key_required:
+        raise keys.error(
+            "nextn_predict_layers",
+            f" is missing, but blk.{min(nextn)} holds the tensors of an MTP (nextn) block; with"
+            f" block_count={count} it would run as a layer",
         )
     if nextn and nextn != {count - 1}:
         raise keys.error(
@@ -78,12 +85,14 @@ def read_blocks(keys: Keys) -> Blocks:
         )
     if trunk == count:
         return Blocks(count=count, trunk=trunk)
-    missing = missing_mtp_tensors(tensors, trunk)
-    notes = _mtp_notes(keys.file, trunk, bool(declared), missing)
-    return Blocks(count=count, trunk=trunk, has_mtp=not missing, notes=notes)
+    lacking = missing(tensors, f"blk.{trunk}.", layout.mtp_entries)
+    notes = _mtp_notes(keys.file, trunk, bool(declared), lacking, layout.mtp_norm)
+    return Blocks(count=count, trunk=trunk, has_mtp=not lacking, notes=notes)
 
 
-def _mtp_notes(file: GGUFFile, block: int, declared: bool, missing: list[str]) -> tuple[str, ...]:
+def _mtp_notes(
+    file: GGUFFile, block: int, declared: bool, missing: list[str], norm: str | None
+) -> tuple[str, ...]:
     notes = []
     if not declared:
         notes.append(
@@ -96,6 +105,6 @@ def _mtp_notes(file: GGUFFile, block: int, declared: bool, missing: list[str]) -
             f"the MTP block (blk.{block}) is disregarded and no drafts can be made:"
             f" {missing[0]}{more} missing"
         )
-    elif f"blk.{block}.nextn.shared_head_norm.weight" not in file.tensors:
-        notes.append(f"blk.{block}.nextn.shared_head_norm is absent: output_norm stands in for it")
+    elif norm is not None and f"blk.{block}.{norm}.weight" not in file.tensors:
+        notes.append(f"blk.{block}.{norm} is absent: output_norm stands in for it")
     return tuple(notes)

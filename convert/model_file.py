@@ -1,4 +1,4 @@
-"""A qwen35 GGUF as a model: its configuration and, leaf by leaf, where the weights come from."""
+"""A GGUF as a model: its configuration and, leaf by leaf, where the weights come from."""
 
 import dataclasses
 import os
@@ -44,7 +44,7 @@ def read_model(path: str | os.PathLike[str]) -> ModelFile:
     """Returns a model file with every key, name, shape and type checked.
 
     Args:
-      path: a GGUF file of architecture qwen35, or any part of a split one.
+      path: a GGUF file of a supported architecture, or any part of a split one.
 
     Raises:
       GGUFError: the file is not sound, or not a whole model of a supported kind.

@@ -40,11 +40,15 @@ from openjet_jax.convert.gguf import GGUFError
 from openjet_jax.convert.model_file import ModelFile, read_model
 from openjet_jax.convert.publication import published_directory
 from openjet_jax.convert.tensor_sources import TensorSource
+from openjet_jax.row_tables import ROWS, write_rows
 from openjet_jax.tokenizer import Tokenizer
 from pallas_kernels.formats import FORMATS
 
 SPARE_BYTES = 64 * 2**20
 """Room on disk for what is not weights: tokenizer, contents, the file system's own."""
+
+SLAB_BYTES = 16 * 2**20
+"""Of a table of rows, repacked at once."""
 
 _HASH_BYTES = 4 * 2**20
 
@@ -147,7 +151,7 @@ def _packing(model: ModelFile, source: TensorSource) -> tuple[str, dict[str, Pla
     Raises:
       GGUFError: no format holds its type, or rows of its length.
     """
-    if not source.role.packed:
+    if source.role.kind == "dense":
         return DENSE, {VALUES: PlaneEntry(shape=source.shape, dtype="float32", checksum="")}
     kind = source.record.type
     form = packed_format_of(kind)
@@ -160,10 +164,15 @@ def _packing(model: ModelFile, source: TensorSource) -> tuple[str, dict[str, Pla
         specs = FORMATS[form].plane_specs(*source.shape)
     except ValueError as error:
         raise GGUFError(f"{model.file.path}: tensor {source.name}: {error}") from error
-    return form, {
+    planes = {
         plane: PlaneEntry(shape=spec.shape, dtype=np.dtype(spec.dtype).name, checksum="")
         for plane, spec in specs.items()
     }
+    if source.role.kind == "rows":
+        size = sum(plane.nbytes for plane in planes.values())
+        shape = (source.shape[0], size // source.shape[0])
+        planes = {ROWS: PlaneEntry(shape=shape, dtype="uint8", checksum="")}
+    return form, planes
 
 
 def _block_of(name: str) -> str:
@@ -210,11 +219,17 @@ def _write_weights(
 
     with ThreadPoolExecutor() as packers, ThreadPoolExecutor(1) as writer:
         for block, members in blocks.items():
+            tables = [member for member in members if member[0].role.kind == "rows"]
+            for source, entry in tables:
+                plane = write_rows(partial, block, _row_slabs(model, source, advance))
+                written[block, entry.field] = {ROWS: plane}
+            members = [member for member in members if member not in tables]
             fields = [entry.field for _, entry in members]
             leaves = dict(zip(fields, packers.map(pack, members), strict=True))
             while writes:
                 writes.popleft().result()
-            writes.append(writer.submit(write, block, leaves))
+            if leaves:
+                writes.append(writer.submit(write, block, leaves))
         while writes:
             writes.popleft().result()
     return tuple(
@@ -231,14 +246,32 @@ def _planes(model: ModelFile, source: TensorSource) -> Mapping[str, np.ndarray]:
     """
     kind = source.record.type
     if source.role.packed:
-        try:
-            return repack(source.data, kind)[1]
-        except ValueError as error:
-            raise GGUFError(f"{model.file.path}: tensor {source.name}: {error}") from error
+        return _repacked(model, source, source.data)
     values = dequantize(source.data.reshape(-1), kind).reshape(source.shape)
     if not np.isfinite(values).all():
         raise GGUFError(f"{model.file.path}: tensor {source.name} has NaN or infinite values")
     return {VALUES: values.astype(np.float32)}
+
+
+def _repacked(
+    model: ModelFile, source: TensorSource, blocks: np.ndarray
+) -> Mapping[str, np.ndarray]:
+    try:
+        return repack(blocks, source.record.type)[1]
+    except ValueError as error:
+        raise GGUFError(f"{model.file.path}: tensor {source.name}: {error}") from error
+
+
+def _row_slabs(
+    model: ModelFile, source: TensorSource, advance: Callable[[int], None]
+) -> Iterator[np.ndarray]:
+    """Yields packed rows, the planes of each side by side, some rows at a time."""
+    data = source.data
+    step = max(1, SLAB_BYTES // data.shape[1])
+    for start in range(0, len(data), step):
+        planes = _repacked(model, source, data[start : start + step])
+        yield np.concatenate([plane.view(np.uint8) for plane in planes.values()], axis=1)
+        advance(data[start : start + step].nbytes)
 
 
 def _digests(parts: Sequence[Path], stop: threading.Event) -> list[str]:

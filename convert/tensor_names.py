@@ -1,118 +1,104 @@
-"""What each tensor of a qwen35 GGUF is: its place in `Weights` and the shape the keys imply.
+"""What a tensor of a GGUF is: its place in the weights, and the shape that the keys imply.
 
-One table per kind of block. Names and shapes are those of llama.cpp's converter; a projection is
-NumPy [out, in] and applied as `y = x @ W.T`.
+The tables of tensors are those of the architectures, in files of their own; here is what a line of
+them means. A projection is NumPy [out, in] and applied as `y = x @ W.T`.
 """
 
 import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
 
-from openjet_jax.config import ModelConfig
-from openjet_jax.convert.gguf import TensorRecord
+type Kind = Literal["packed", "dense", "rows"]
+"""A layer of a `Packed`, a float32 array, or a table of packed rows that is mapped, not copied."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Role:
-    """A place in `Weights`.
+    """A place in the weights.
 
     Attributes:
-      stack: "global", "deltanet", "attention", "ffn", "mtp", "mtp.attention" or "mtp.ffn".
-      field: name in the class of that stack in `openjet_jax.weights`; for "global", in `Weights`.
+      stack: "global", or the module that holds the field, such as "deltanet" or "mtp.attention".
+      field: name in the class of that module in `openjet_jax.weights`.
       slot: position along the stack's layer axis; 0 where there is none.
-      packed: whether it becomes a layer of a `Packed`; otherwise it is a float32 array.
+      kind: what it becomes.
     """
 
     stack: str
     field: str
     slot: int
-    packed: bool
+    kind: Kind
+
+    @property
+    def packed(self) -> bool:
+        """Whether it becomes a layer of a `Packed`."""
+        return self.kind == "packed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """A row of the table: name in the file, field in `Weights`, axes by the names of `sizes_of`."""
+class Part:
+    """Rows of a larger tensor that hold what another file has in a tensor of its own.
+
+    Attributes:
+      name: of the larger tensor, after the block's prefix.
+      axes: its shape, by names of sizes.
+      before: sizes of what stands before, by name.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    before: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A row of a table.
+
+    Attributes:
+      suffix: name in the file, after the block's prefix.
+      field: in the weights.
+      axes: its shape, by names of sizes; that of experts has an axis before rows and inputs.
+      kind: what it becomes.
+      optional: whether a file may lack it.
+      fallback: full name of the tensor that then stands in for it.
+      part: where its rows are if the file lacks it.
+      also: another shape that the file may give it.
+    """
 
     suffix: str
     field: str
     axes: tuple[str, ...]
-    packed: bool
+    kind: Kind
     optional: bool = False
     fallback: str = ""
+    part: Part | None = None
+    also: tuple[str, ...] = ()
 
 
-def _vector(suffix: str, field: str, axis: str, fallback: str = "") -> _Entry:
-    optional = bool(fallback)
-    axes = (axis,)
-    return _Entry(
-        suffix=suffix, field=field, axes=axes, packed=False, optional=optional, fallback=fallback
+def vector(suffix: str, field: str, axis: str, fallback: str = "") -> Entry:
+    """Returns the entry of a vector."""
+    return Entry(
+        suffix=suffix,
+        field=field,
+        axes=(axis,),
+        kind="dense",
+        optional=bool(fallback),
+        fallback=fallback,
     )
 
 
-def _matrix(suffix: str, field: str, rows: str, k: str, optional: bool = False) -> _Entry:
-    return _Entry(suffix=suffix, field=field, axes=(rows, k), packed=True, optional=optional)
+def matrix(suffix: str, field: str, rows: str, k: str, optional: bool = False) -> Entry:
+    """Returns the entry of a projection."""
+    return Entry(suffix=suffix, field=field, axes=(rows, k), kind="packed", optional=optional)
 
 
-_GLOBAL = (
-    _matrix("token_embd.weight", "embedding", "vocab", "hidden"),
-    _vector("output_norm.weight", "final_norm", "hidden"),
-    _matrix("output.weight", "head", "vocab", "hidden", optional=True),
-)
-_FFN = (
-    _vector("post_attention_norm.weight", "norm", "hidden"),
-    _matrix("ffn_gate.weight", "gate", "ffn", "hidden"),
-    _matrix("ffn_up.weight", "up", "ffn", "hidden"),
-    _matrix("ffn_down.weight", "down", "hidden", "ffn"),
-)
-_ATTENTION = (
-    _vector("attn_norm.weight", "norm", "hidden"),
-    _matrix("attn_q.weight", "q", "query_gate", "hidden"),
-    _matrix("attn_k.weight", "k", "kv", "hidden"),
-    _matrix("attn_v.weight", "v", "kv", "hidden"),
-    _matrix("attn_output.weight", "out", "hidden", "attended"),
-    _vector("attn_q_norm.weight", "q_norm", "head_width"),
-    _vector("attn_k_norm.weight", "k_norm", "head_width"),
-)
-_DELTANET = (
-    _vector("attn_norm.weight", "norm", "hidden"),
-    _matrix("attn_qkv.weight", "qkv", "channels", "hidden"),
-    _matrix("attn_gate.weight", "gate", "values", "hidden"),
-    _matrix("ssm_alpha.weight", "alpha", "value_heads", "hidden"),
-    _matrix("ssm_beta.weight", "beta", "value_heads", "hidden"),
-    _Entry(suffix="ssm_conv1d.weight", field="conv", axes=("channels", "taps"), packed=False),
-    _vector("ssm_dt.bias", "dt_bias", "value_heads"),
-    _vector("ssm_a", "decay", "value_heads"),
-    _vector("ssm_norm.weight", "gate_norm", "gdn_width"),
-    _matrix("ssm_out.weight", "out", "hidden", "values"),
-)
-_MTP = (
-    _vector("nextn.enorm.weight", "embed_norm", "hidden"),
-    _vector("nextn.hnorm.weight", "hidden_norm", "hidden"),
-    _matrix("nextn.eh_proj.weight", "join", "hidden", "joined"),
-    _vector("nextn.shared_head_norm.weight", "head_norm", "hidden", "output_norm.weight"),
-    _matrix("nextn.embed_tokens.weight", "embedding", "vocab", "hidden", optional=True),
-    _matrix("nextn.shared_head_head.weight", "head", "vocab", "hidden", optional=True),
-)
-FUSED_QKV = "attn_qkv.weight"
-FUSED_FIELDS = ("q", "k", "v")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpectedPart:
+    """Rows `start`.. of every group of a tensor `name` of this NumPy `shape`."""
 
-
-def sizes_of(config: ModelConfig) -> dict[str, int]:
-    """Returns the length of every axis that the table names."""
-    attended = config.heads * config.head_width
-    return {
-        "vocab": config.vocab,
-        "hidden": config.hidden,
-        "ffn": config.ffn,
-        "query_gate": 2 * attended,
-        "attended": attended,
-        "kv": config.kv_heads * config.head_width,
-        "head_width": config.head_width,
-        "channels": config.conv_channels,
-        "values": config.value_heads * config.gdn_width,
-        "value_heads": config.value_heads,
-        "gdn_width": config.gdn_width,
-        "taps": config.conv_taps,
-        "joined": 2 * config.hidden,
-    }
+    name: str
+    shape: tuple[int, ...]
+    start: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,58 +111,70 @@ class ExpectedTensor:
       role: where its values go.
       optional: whether a file may lack it.
       fallback: name of the tensor that then stands in for it; empty if none does.
+      part: where its rows are if the file lacks it.
+      also: another shape that the file may give it; empty if none.
     """
 
     name: str
     shape: tuple[int, ...]
     role: Role
-    optional: bool
-    fallback: str
+    optional: bool = False
+    fallback: str = ""
+    part: ExpectedPart | None = None
+    also: tuple[int, ...] = ()
+
+    @property
+    def flat_shape(self) -> tuple[int, ...]:
+        """Shape of the values in the weights: experts stand one below the other."""
+        if len(self.shape) < 3:
+            return self.shape
+        return math.prod(self.shape[:-1]), self.shape[-1]
 
 
-def expected_tensors(config: ModelConfig) -> tuple[ExpectedTensor, ...]:
-    """Returns every tensor of a model, globals first, then block by block, the MTP block last."""
-    sizes = sizes_of(config)
-    expected: list[ExpectedTensor] = []
+def expected(
+    prefix: str, stack: str, slot: int, entries: tuple[Entry, ...], sizes: Mapping[str, int]
+) -> list[ExpectedTensor]:
+    """Returns the tensors of one block's table.
 
-    def add(prefix: str, stack: str, slot: int, entries: tuple[_Entry, ...]) -> None:
-        for entry in entries:
-            role = Role(stack=stack, field=entry.field, slot=slot, packed=entry.packed)
-            shape = tuple(sizes[axis] for axis in entry.axes)
-            name = prefix + entry.suffix
-            expected.append(
-                ExpectedTensor(
-                    name=name,
-                    shape=shape,
-                    role=role,
-                    optional=entry.optional,
-                    fallback=entry.fallback,
-                )
-            )
+    Args:
+      prefix: of the names, such as `blk.3.`.
+      stack: module of the weights.
+      slot: position along its layer axis.
+      entries: the table.
+      sizes: length of every axis that the table names.
+    """
 
-    add("", "global", 0, _GLOBAL)
-    slots = {"deltanet": 0, "attention": 0}
-    for layer, recurrent in enumerate(config.recurrent):
-        kind = "deltanet" if recurrent else "attention"
-        add(f"blk.{layer}.", kind, slots[kind], _DELTANET if recurrent else _ATTENTION)
-        add(f"blk.{layer}.", "ffn", layer, _FFN)
-        slots[kind] += 1
-    if config.has_mtp:
-        prefix = f"blk.{config.num_layers}."
-        add(prefix, "mtp.attention", 0, _ATTENTION)
-        add(prefix, "mtp.ffn", 0, _FFN)
-        add(prefix, "mtp", 0, _MTP)
-    return tuple(expected)
+    def shape(axes: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple(sizes[axis] for axis in axes)
+
+    def part(entry: Entry) -> ExpectedPart | None:
+        if entry.part is None:
+            return None
+        before = sum(sizes[name] for name in entry.part.before)
+        return ExpectedPart(
+            name=prefix + entry.part.name, shape=shape(entry.part.axes), start=before
+        )
+
+    return [
+        ExpectedTensor(
+            name=prefix + entry.suffix,
+            shape=shape(entry.axes),
+            role=Role(stack=stack, field=entry.field, slot=slot, kind=entry.kind),
+            optional=entry.optional,
+            fallback=entry.fallback,
+            part=part(entry),
+            also=shape(entry.also),
+        )
+        for entry in entries
+    ]
 
 
-def missing_mtp_tensors(names: dict[str, TensorRecord], block: int) -> list[str]:
-    """Returns the names that block `block` lacks for being an MTP block; empty if it is whole."""
-    prefix = f"blk.{block}."
-    fused = prefix + FUSED_QKV in names
+def missing(names: Mapping[str, object], prefix: str, entries: tuple[Entry, ...]) -> list[str]:
+    """Returns the names that a block lacks for being whole."""
     return [
         prefix + entry.suffix
-        for entry in (*_ATTENTION, *_FFN, *_MTP)
+        for entry in entries
         if not entry.optional
-        and not (fused and entry.field in FUSED_FIELDS)
         and prefix + entry.suffix not in names
+        and not (entry.part is not None and prefix + entry.part.name in names)
     ]

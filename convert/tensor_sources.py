@@ -1,22 +1,16 @@
 """Holds a file's tensors against the names a model should have: one source for each weight leaf."""
 
 import dataclasses
-from collections.abc import Iterator
+import math
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from openjet_jax.config import ModelConfig
+from openjet_jax.convert.architectures import LAYOUTS, expected_tensors
 from openjet_jax.convert.block_formats import packed_format_of
 from openjet_jax.convert.gguf import GGUFError, GGUFFile, TensorRecord, quoted
-from openjet_jax.convert.tensor_names import (
-    FUSED_FIELDS,
-    FUSED_QKV,
-    ExpectedTensor,
-    Role,
-    expected_tensors,
-    sizes_of,
-)
+from openjet_jax.convert.tensor_names import ExpectedPart, ExpectedTensor, Role
 
 FLOAT_TYPES = frozenset(
     {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
@@ -31,7 +25,8 @@ class TensorSource:
     Attributes:
       name: of the tensor in the file.
       record: of that tensor.
-      rows: the rows that belong to this role; None for all of them.
+      rows: the rows of each group that belong to this role; None for all of them.
+      groups: equal groups that the tensor's rows fall into.
       shape: NumPy shape of those rows: (rows, k), or (n,) of a vector.
       role: where it goes.
     """
@@ -39,19 +34,28 @@ class TensorSource:
     name: str
     record: TensorRecord
     rows: slice | None
+    groups: int
     shape: tuple[int, ...]
     role: Role
 
     @property
     def nbytes(self) -> int:
         """Bytes of these rows in the file."""
-        rows = self.rows.stop - self.rows.start if self.rows else self.record.rows
+        rows = self.record.rows
+        if self.rows is not None:
+            rows = self.groups * (self.rows.stop - self.rows.start)
         return rows * self.record.row_bytes
 
     @property
     def data(self) -> np.ndarray:
-        """A new read-only map uint8 [rows, bytes per row] of these rows."""
-        return self.record.data[self.rows] if self.rows else self.record.data
+        """These rows, uint8 [rows, bytes per row]: a read-only map, a copy if there are groups."""
+        data = self.record.data
+        if self.rows is None:
+            return data
+        if self.groups == 1:
+            return data[self.rows]
+        grouped = data.reshape(self.groups, -1, data.shape[-1])
+        return grouped[:, self.rows].reshape(-1, data.shape[-1])
 
 
 def match_tensors(
@@ -59,7 +63,7 @@ def match_tensors(
 ) -> tuple[TensorSource, ...]:
     """Returns one source for each leaf of the weights, in the order of `expected_tensors`.
 
-    An attention layer whose q, k and v are fused in `attn_qkv` gives three sources of one tensor.
+    A tensor may give several sources: q, k and v fused in one, gates and ups of experts in another.
     An MTP block without a final norm of its own gives `output_norm` a second time.
     A tied head and the shared embedding and head of the MTP block give none.
 
@@ -71,18 +75,18 @@ def match_tensors(
     Raises:
       GGUFError: a tensor is missing, has another shape or type, or has no place in the model.
     """
-    left = dict(file.tensors)
+    unused = LAYOUTS[config.architecture].disregarded_tensors(config)
+    left = {name: record for name, record in file.tensors.items() if name not in unused}
     sources: list[TensorSource] = []
     missing: list[str] = []
-    expected = expected_tensors(config)
-    fused = _fused_layers(file, config)
-    for tensor in expected:
-        prefix = tensor.name.rpartition("attn_")[0]
-        if prefix in fused and tensor.role.field in FUSED_FIELDS:
-            left.pop(prefix + FUSED_QKV, None)
-            sources.append(_fused_source(file, config, prefix, tensor))
+    for tensor in expected_tensors(config):
+        part = tensor.part
+        if part is not None and tensor.name not in file.tensors and part.name in file.tensors:
+            left.pop(part.name, None)
+            sources.append(_part_source(file, tensor, part))
         elif record := left.pop(tensor.name, None) or file.tensors.get(tensor.fallback):
-            _check(file, record, tensor.shape, tensor.role.packed)
+            shape = tensor.also if record.shape == tensor.also else tensor.shape
+            _check(file, record, shape, tensor.role)
             sources.append(_source(record, tensor))
         elif not tensor.optional:
             missing.append(tensor.name)
@@ -104,40 +108,29 @@ def _listing(names: list[str], most: int = 4) -> str:
     return f"tensor{'s' if len(names) > 1 else ''} {shown}{more}"
 
 
-def _fused_layers(file: GGUFFile, config: ModelConfig) -> frozenset[str]:
-    """Returns the prefixes of the attention blocks with one fused tensor in place of q, k and v."""
-
-    def prefixes() -> Iterator[str]:
-        layers = [*config.attention_layers, *([config.num_layers] if config.has_mtp else [])]
-        for layer in layers:
-            prefix = f"blk.{layer}."
-            if prefix + FUSED_QKV in file.tensors and prefix + "attn_q.weight" not in file.tensors:
-                yield prefix
-
-    return frozenset(prefixes())
-
-
-def _fused_source(
-    file: GGUFFile, config: ModelConfig, prefix: str, tensor: ExpectedTensor
-) -> TensorSource:
-    """Returns the rows of q, k or v in a fused tensor with rows [q and gate per head | k | v]."""
-    sizes = sizes_of(config)
-    record = file.tensors[prefix + FUSED_QKV]
-    counts = (sizes["query_gate"], sizes["kv"], sizes["kv"])
-    _check(file, record, (sum(counts), config.hidden), packed=True)
-    start = sum(counts[: FUSED_FIELDS.index(tensor.role.field)])
-    return _source(record, tensor, slice(start, start + tensor.shape[0]))
+def _part_source(file: GGUFFile, tensor: ExpectedTensor, part: ExpectedPart) -> TensorSource:
+    """Returns some rows of every group of a larger tensor; a group is an expert, or all of it."""
+    record = file.tensors[part.name]
+    _check(file, record, part.shape, tensor.role)
+    rows = slice(part.start, part.start + tensor.shape[-2])
+    return _source(record, tensor, rows, groups=math.prod(part.shape[:-2]))
 
 
 def _source(
-    record: TensorRecord, tensor: ExpectedTensor, rows: slice | None = None
+    record: TensorRecord, tensor: ExpectedTensor, rows: slice | None = None, groups: int = 1
 ) -> TensorSource:
     return TensorSource(
-        name=record.name, record=record, rows=rows, shape=tensor.shape, role=tensor.role
+        name=record.name,
+        record=record,
+        rows=rows,
+        groups=groups,
+        shape=tensor.flat_shape,
+        role=tensor.role,
     )
 
 
-def _check(file: GGUFFile, record: TensorRecord, shape: tuple[int, ...], packed: bool) -> None:
+def _check(file: GGUFFile, record: TensorRecord, shape: tuple[int, ...], role: Role) -> None:
+    packed = role.kind != "dense"
     if _without_leading_ones(record.shape) != _without_leading_ones(shape):
         raise GGUFError(
             f"{file.path}: tensor {quoted(record.name)} has shape {record.shape}, expected {shape}"

@@ -9,6 +9,7 @@
 pure functions from weights and state to state, and compose under `jax.jit`.
 """
 
+from openjet_jax.architectures import initial_state
 from openjet_jax.checkpoint_store import CheckpointBudget
 from openjet_jax.config import DecodeConfig, ModelConfig
 from openjet_jax.conversation import Conversation
@@ -23,7 +24,7 @@ from openjet_jax.session import Session
 from openjet_jax.session_format import SessionFileError
 from openjet_jax.session_memory import Reuse, SessionFacts
 from openjet_jax.settings import Sampling, SamplingKind
-from openjet_jax.state import CycleInfo, DecodeState, initial_state
+from openjet_jax.state import CycleInfo, DecodeState
 from openjet_jax.stats import Stats
 from openjet_jax.weights import Weights
 

@@ -2,6 +2,7 @@
 
     DIR/config.json     model, tensors with checksums, provenance, notes, one hash over it all
     DIR/weights/BLOCK/  one orbax checkpoint for each block: `blk.0`, `token_embd`, ...
+    DIR/rows/BLOCK      a table of packed rows, which is mapped where others are read
     DIR/...             tokenizer and chat template, which this file does not know
 
 A leaf is one plane of one layer's tensor, named `FIELD.PLANE` after its place in `Weights`. Blocks
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from openjet_jax.config import ModelConfig
+from openjet_jax.config import ModelConfig, Qwen4ExpConfig, Qwen35Config
 
 KIND = "openjet-jax checkpoint"
 VERSION = 2
@@ -31,6 +32,9 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 CHECKED_BYTES = 65536
 """Bytes of the pieces that a checksum tells apart."""
+
+CONFIGS = {config.architecture: config for config in (Qwen35Config, Qwen4ExpConfig)}
+"""The configuration of each architecture."""
 
 DENSE = "dense"
 """Format of what is not a projection (norms, convolution taps): float32, one plane, `VALUES`."""
@@ -149,7 +153,7 @@ def leaf_file(directory: Path, block: str, field: str, plane: str, ndim: int) ->
 def write_block(
     directory: Path, block: str, leaves: Mapping[str, Mapping[str, np.ndarray]]
 ) -> dict[str, dict[str, PlaneEntry]]:
-    """Writes the planes of one block through orbax, synced to disk, and returns their entries.
+    """Writes the planes of one block through orbax, not yet synced, and returns their entries.
 
     Args:
       directory: of the checkpoint.
@@ -159,16 +163,10 @@ def write_block(
     Raises:
       CheckpointError: this version of orbax stores arrays in another way.
     """
-    import jax
     import orbax.checkpoint as ocp
 
-    # The default handler copies every host array before writing it.
-    registry = ocp.type_handlers.create_type_handler_registry(
-        (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
-        (jax.Array, ocp.type_handlers.ArrayHandler()),
-    )
     handler = ocp.PyTreeCheckpointHandler(
-        use_ocdbt=False, use_compression=False, type_handler_registry=registry
+        use_ocdbt=False, use_compression=False, type_handler_registry=_type_handlers()
     )
     tree = {field: dict(planes) for field, planes in leaves.items()}
     path = (directory / "weights" / block).absolute()
@@ -188,6 +186,25 @@ def write_block(
         }
         for field, planes in tree.items()
     }
+
+
+def _type_handlers() -> Any:
+    """Returns how orbax stores arrays: without a copy first, and without a sync for every file."""
+    import jax
+    import orbax.checkpoint as ocp
+    import tensorstore as ts
+
+    class HostArrays(ocp.type_handlers.NumpyHandler):
+        async def serialize(self, values, infos, args=None):
+            context = ts.Context({"file_io_sync": False})
+            for info in infos:
+                info.ts_context = context
+            return await super().serialize(values, infos, args)
+
+    return ocp.type_handlers.create_type_handler_registry(
+        (np.ndarray, HostArrays(deepcopy_host_arrays=False)),
+        (jax.Array, ocp.type_handlers.ArrayHandler()),
+    )
 
 
 @contextlib.contextmanager
@@ -265,21 +282,26 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 def _to_json(config: CheckpointConfig) -> dict[str, Any]:
     content = {"kind": KIND, "version": VERSION, **dataclasses.asdict(config)}
+    content["model"] = {"architecture": config.model.architecture, **content["model"]}
     del content["hash"]
     # Tuples become lists, as they will be when read.
     return json.loads(json.dumps(content))
 
 
 def _from_json(content: Mapping[str, Any], stated: str) -> CheckpointConfig:
-    model = content["model"]
     tensors: Sequence[Mapping[str, Any]] = content["tensors"]
     return CheckpointConfig(
-        model=ModelConfig(**{**model, "recurrent": tuple(model["recurrent"])}),
+        model=_model_from_json(content["model"]),
         tensors=tuple(_tensor_from_json(tensor) for tensor in tensors),
         provenance=content["provenance"],
         notes=tuple(content["notes"]),
         hash=stated,
     )
+
+
+def _model_from_json(model: Mapping[str, Any]) -> ModelConfig:
+    values: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in model.items()}
+    return CONFIGS[values.pop("architecture")](**values)
 
 
 def _tensor_from_json(tensor: Mapping[str, Any]) -> TensorEntry:

@@ -177,8 +177,6 @@ def _serve(args: argparse.Namespace) -> None:
         raise ValueError(
             f"serving needs {error.name}; install the extra: pip install 'openjet-jax[server]'"
         ) from None
-    import openjet_jax as oj
-
     keys = args.api_key_file.read_text(encoding="utf-8").split() if args.api_key_file else ()
     config = ServerConfig(
         host=args.host,
@@ -193,7 +191,7 @@ def _serve(args: argparse.Namespace) -> None:
         depth=args.depth,
         session_dir=args.session_dir,
     )
-    serve(oj.load(args.model), config)
+    serve(model_of(args), config)
 
 
 def _logits(args: argparse.Namespace) -> None:

@@ -20,16 +20,15 @@ from jax._src.config import enable_compilation_cache
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
+from openjet_jax.architectures import initial_state, logits
 from openjet_jax.config import DecodeConfig, ModelConfig
 from openjet_jax.cycle import cycles
 from openjet_jax.depth import CycleTime
-from openjet_jax.draft import mtp_chunk
 from openjet_jax.draft_vocabulary import empty_slots
-from openjet_jax.model import logits
-from openjet_jax.prefill import prefill
+from openjet_jax.prefill import mtp_chunk, prefill
 from openjet_jax.program_store import ProgramStore, cache_directory, environment, say
 from openjet_jax.settings import SamplingKind
-from openjet_jax.state import CycleInfo, DecodeState, initial_state
+from openjet_jax.state import CycleInfo, DecodeState
 from openjet_jax.state_checkpoints import (
     copied,
     hold_tokens,
@@ -87,6 +86,7 @@ class Programs:
         self.events: list[CompileEvent] = []
         self.cycle_times: dict[SamplingKind, CycleTime] = {}
         self._ready: dict[str, Executable] = {}
+        self._compiling = False
 
     @property
     def num_compiled(self) -> int:
@@ -145,8 +145,9 @@ class Programs:
 
     def logits(self, rows: int) -> Executable:
         """Returns the program `(weights, hidden[rows]) -> logits[rows, vocab]`."""
-        hidden = jax.ShapeDtypeStruct((rows, self.config.hidden), jnp.float32)
-        return self._get(f"logits_{rows}", logits, (self.weight_specs, hidden), 0)
+        hidden = jax.ShapeDtypeStruct((rows, *self.state_specs.hidden.shape), jnp.float32)
+        run = functools.partial(logits, config=self.config)
+        return self._get(f"logits_{rows}", run, (self.weight_specs, hidden), 0)
 
     def mtp_logits(self, rows: int) -> Executable:
         """Returns `(weights, kv, tokens[rows], hidden[rows], start, count) -> (kv, logits[rows])`.
@@ -155,7 +156,7 @@ class Programs:
         """
         count = jax.ShapeDtypeStruct((), jnp.int32)
         tokens = jax.ShapeDtypeStruct((rows,), jnp.int32)
-        hidden = jax.ShapeDtypeStruct((rows, self.config.hidden), jnp.float32)
+        hidden = jax.ShapeDtypeStruct((rows, *self.state_specs.hidden.shape), jnp.float32)
         kv = self.state_specs.mtp_kv
         run = functools.partial(mtp_chunk, config=self.config)
         args = (self.weight_specs, kv, tokens, hidden, count, count)
@@ -215,6 +216,9 @@ class Programs:
         def program(*args):
             return function(*args)
 
+        if self.store.directory is not None and not self._compiling:
+            say(f"compiling programs; they are kept in {self.store.directory}")
+        self._compiling = True
         program.__name__ = name
         jitted = jax.jit(program, donate_argnums=() if donate is None else donate)
         lowered = jitted.lower(*args)

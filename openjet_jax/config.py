@@ -1,11 +1,12 @@
 """What is fixed before anything runs: the model's sizes and the shapes decoding is compiled for.
 
-Both classes are frozen, hashable and validated on construction. They know no arrays, no files.
+All classes are frozen, hashable and validated on construction. They know no arrays, no files.
 """
 
 import dataclasses
 import functools
 import math
+from typing import ClassVar
 
 ROWS = 8
 """Rows of a cycle: the newest token and up to five drafts, padded to one shape for every depth."""
@@ -19,28 +20,29 @@ MAX_STOP_IDS = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and constants of a qwen35 model (Gated DeltaNet and gated attention, one MTP block).
+    """Sizes that every model here has: Gated DeltaNet, gated attention, one MTP block.
 
     Attributes:
       num_layers: trunk layers, without the MTP block.
       hidden: width D of the residual stream.
-      ffn: width F of the feed-forward block.
       vocab: rows of the embedding and of the head, padding rows included.
       vocab_used: ids at and above this are padding and are never emitted.
-      heads, kv_heads, head_width: full attention. Query head h reads KV head h // (heads/kv_heads).
+      heads, kv_heads, head_width: attention. Query head h reads KV head h // (heads/kv_heads).
       rotary: leading dimensions of a head that rotate (half-split pairs).
       rope_theta: base of the rotary frequencies.
       key_heads, value_heads, gdn_width: Gated DeltaNet. Value head p reads key head p % key_heads.
       conv_taps: length of the causal depthwise convolution.
       eps: epsilon of every RMS norm and of the q/k L2 norm.
-      recurrent: for each trunk layer, whether it is Gated DeltaNet (else full attention).
+      recurrent: for each trunk layer, whether it is Gated DeltaNet (else attention).
       has_mtp: whether the MTP block is there, so that drafts can be made.
       context: positions the model was trained for.
     """
 
+    architecture: ClassVar[str]
+    """Name of the architecture in GGUF files and checkpoints."""
+
     num_layers: int
     hidden: int
-    ffn: int
     vocab: int
     vocab_used: int
     heads: int
@@ -59,10 +61,8 @@ class ModelConfig:
 
     def __post_init__(self):
         """Checks every field against the others; raises ValueError naming the first that is off."""
-        positive = "num_layers hidden ffn vocab heads kv_heads head_width"
-        for name in f"{positive} key_heads value_heads gdn_width context".split():
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        self._require_positive("num_layers hidden vocab heads kv_heads head_width")
+        self._require_positive("key_heads value_heads gdn_width context")
         if len(self.recurrent) != self.num_layers:
             raise ValueError(f"{len(self.recurrent)=} must equal {self.num_layers=}")
         if self.heads % self.kv_heads:
@@ -79,6 +79,16 @@ class ModelConfig:
             raise ValueError(f"{self.rope_theta=} must be a positive number")
         if not 0 < self.vocab_used <= self.vocab:
             raise ValueError(f"{self.vocab_used=} must be in 1..{self.vocab}")
+
+    def _require_positive(self, names: str) -> None:
+        for name in names.split():
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def ffn_width(self) -> int:
+        """Widest row of a feed-forward block."""
+        raise NotImplementedError
 
     @property
     def conv_channels(self) -> int:
@@ -97,12 +107,165 @@ class ModelConfig:
 
     @functools.cached_property
     def attention_layers(self) -> tuple[int, ...]:
-        """Trunk indices of the full-attention layers."""
+        """Trunk indices of the attention layers."""
         return tuple(i for i, r in enumerate(self.recurrent) if not r)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen35Config(ModelConfig):
+    """A qwen35 model: every layer adds its mixer, then a SwiGLU block, each behind an RMS norm.
+
+    Attributes:
+      ffn: width F of the feed-forward block.
+    """
+
+    architecture: ClassVar[str] = "qwen35"
+
+    ffn: int
+
+    def __post_init__(self):
+        """Checks every field against the others; raises ValueError naming the first that is off."""
+        super().__post_init__()
+        self._require_positive("ffn")
+
+    @property
+    def ffn_width(self) -> int:
+        """Widest row of a feed-forward block."""
+        return self.ffn
+
+
+BLOCK_POSITIONS = 4
+"""Positions whose index keys are pooled into one block key."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen4ExpConfig(ModelConfig):
+    """A qwen4exp model: residual streams, experts, n-gram embeddings, sparse attention.
+
+    Attributes:
+      streams: residual streams C, each of width `hidden`.
+      stream_rank: width of the bottleneck that computes the gates of the streams.
+      experts, experts_used: routed experts of a layer, and how many of them a row takes.
+      expert_ffn, shared_ffn: width of a routed expert and of the shared one.
+      sparse: for each trunk layer, whether it is sparse attention (an attention layer that is not
+        attends to every position).
+      mtp_sparse: the same of the MTP block.
+      index_heads, index_width: query heads of the indexer, and the width of an index key.
+      budget: blocks of `BLOCK_POSITIONS` that a query attends to, its incomplete tail aside.
+      ngram_layer: trunk layer whose residual takes the n-gram embedding; a DeltaNet layer.
+      ngram: longest n-gram; a shorter one is hashed for each length from 2.
+      ngram_heads: hashes for each length.
+      ngram_taps: length of the convolution over embedded n-grams, whose dilation is `ngram`.
+      ngram_end: token that cuts n-grams and stands for what is missing.
+      ngram_multipliers: of a token and its predecessors, newest first.
+      ngram_sizes, ngram_offsets: rows of each hash, and where they begin in the table.
+      ngram_rows: rows of the table.
+      mtp_norm: what the norm of the MTP block's hidden input runs over: "joint", all streams
+        together, or "stream", each by itself. It changes acceptance, never text.
+    """
+
+    architecture: ClassVar[str] = "qwen4exp"
+
+    streams: int
+    stream_rank: int
+    experts: int
+    experts_used: int
+    expert_ffn: int
+    shared_ffn: int
+    sparse: tuple[bool, ...]
+    mtp_sparse: bool
+    index_heads: int
+    index_width: int
+    budget: int
+    ngram_layer: int
+    ngram: int
+    ngram_heads: int
+    ngram_taps: int
+    ngram_end: int
+    ngram_multipliers: tuple[int, ...]
+    ngram_sizes: tuple[int, ...]
+    ngram_offsets: tuple[int, ...]
+    ngram_rows: int
+    mtp_norm: str = "joint"
+
+    def __post_init__(self):
+        """Checks every field against the others; raises ValueError naming the first that is off."""
+        super().__post_init__()
+        self._require_positive("stream_rank experts expert_ffn shared_ffn")
+        self._require_positive("index_heads index_width budget ngram_heads ngram_taps")
+        if self.streams < 2:
+            raise ValueError(f"{self.streams=} must be at least 2")
+        if not 0 < self.experts_used <= self.experts:
+            raise ValueError(f"{self.experts_used=} must be in 1..{self.experts}")
+        if self.rotary > self.index_width:
+            raise ValueError(f"{self.rotary=} must be at most {self.index_width=}")
+        if any(s and r for s, r in zip(self.sparse, self.recurrent, strict=True)):
+            raise ValueError(f"{self.sparse=} names a layer that {self.recurrent=} does too")
+        if not 0 <= self.ngram_layer < self.num_layers or not self.recurrent[self.ngram_layer]:
+            raise ValueError(f"{self.ngram_layer=} must be a DeltaNet layer of the trunk")
+        if not 2 <= self.ngram <= 8 or len(self.ngram_multipliers) != self.ngram:
+            raise ValueError(f"{self.ngram=} must be in 2..8, with a multiplier each")
+        hashes = (self.ngram - 1) * self.ngram_heads
+        if len(self.ngram_sizes) != hashes or len(self.ngram_offsets) != hashes:
+            raise ValueError(f"{self.ngram_sizes=} and {self.ngram_offsets=} must be {hashes}")
+        if self.hidden % hashes:
+            raise ValueError(f"{self.hidden=} must be a multiple of {hashes=}")
+        ends = zip(self.ngram_sizes, self.ngram_offsets, strict=True)
+        if any(n < 1 or o < 0 or n + o > self.ngram_rows for n, o in ends):
+            raise ValueError(f"{self.ngram_sizes=} must lie in a table of {self.ngram_rows=}")
+        if max(self.ngram_multipliers) * (self.vocab - 1) >= 2**63:
+            raise ValueError(f"{self.ngram_multipliers=} overflow with {self.vocab=}")
+        if self.mtp_norm not in ("joint", "stream"):
+            raise ValueError(f"{self.mtp_norm=} must be 'joint' or 'stream'")
+
+    @property
+    def ffn_width(self) -> int:
+        """Widest row of a feed-forward block."""
+        return max(self.shared_ffn, self.width)
+
+    @property
+    def width(self) -> int:
+        """Numbers in all streams of a position."""
+        return self.streams * self.hidden
+
+    @property
+    def ngram_history(self) -> int:
+        """Rows of the past that the dilated convolution over n-grams reads."""
+        return (self.ngram_taps - 1) * self.ngram
+
+    @functools.cached_property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Trunk indices of the sparse attention layers."""
+        return tuple(i for i, s in enumerate(self.sparse) if s)
 
 
 KV_DTYPES = ("float32", "bfloat16")
 """Formats of the key-value cache."""
+
+
+PADDINGS = (0, 8, 16)
+"""Lengths of an update list of block keys."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pooling:
+    """How block keys are maintained. No choice changes text; the others are for comparison.
+
+    Attributes:
+      padding: rows of an update list, one of `PADDINGS`; 0 pools block by block, without filler.
+      retention: whether block keys outlive a rollback; otherwise every cycle pools all of them.
+      rewrite_fillers: whether rows that fill the list pool an unchanged block again and store the
+        result, as the method's first implementation does; otherwise they store nothing.
+    """
+
+    padding: int = 8
+    retention: bool = True
+    rewrite_fillers: bool = False
+
+    def __post_init__(self):
+        """Raises ValueError naming the field and the limit."""
+        if self.padding not in PADDINGS:
+            raise ValueError(f"{self.padding=} must be one of {PADDINGS}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,12 +277,14 @@ class DecodeConfig:
       kv_dtype: format of the key-value cache, one of `KV_DTYPES`.
       chunks: sizes, in rows, of the prefill programs; a prompt is cut into the largest first.
       cycles_per_dispatch: most cycles the device runs before the host looks.
+      pooling: how block keys of sparse attention are maintained; other models have none.
     """
 
     context: int = 4096
     kv_dtype: str = "float32"
     chunks: tuple[int, ...] = (64, 512)
     cycles_per_dispatch: int = 4
+    pooling: Pooling = Pooling()
 
     def __post_init__(self):
         """Raises ValueError naming the field, the limit and the way out."""

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from openjet_jax.architectures import architecture_of, logits
 from openjet_jax.config import ROWS, ModelConfig
-from openjet_jax.draft import mtp_block, mtp_fill
 from openjet_jax.draft_vocabulary import draft_logits, hold
-from openjet_jax.model import logits, trunk_cycle
 from openjet_jax.sampling import accept, adjust, choose, log_probabilities, observe, restrict
 from openjet_jax.settings import SamplingKind
 from openjet_jax.state import CycleInfo, DecodeState, Request
@@ -43,14 +42,15 @@ def cycle(
       kind: the sampling program, fixed when compiling.
       max_depth: most drafts this program makes; the request's depth counts up to it.
     """
-    start, row = state.length, jnp.arange(ROWS)
+    model, start, row = architecture_of(config), state.length, jnp.arange(ROWS)
     rows = jnp.concatenate([state.tokens[start][None], state.drafts])
     with jax.named_scope("verify"):
-        hidden, recurrent, kv = trunk_cycle(
-            weights, config, rows, start, 1 + state.num_drafts, state.recurrent, state.kv
+        num_live, caches = 1 + state.num_drafts, (state.recurrent, state.kv)
+        hidden, (recurrent, kv) = model.trunk(
+            weights, config, rows, start, num_live, caches, chunked=False
         )
         with jax.named_scope("head"):
-            raw = logits(weights, hidden)
+            raw = logits(weights, hidden, config=config)
         with jax.named_scope("sample"):
             sampling = state.request.sampling
             used = config.vocab_used
@@ -76,8 +76,8 @@ def cycle(
             state,
             tokens=_append(state.tokens, start + 1, emitted, num_tokens),
             length=start + num_tokens,
-            kv=kv,
-            recurrent=replace(recurrent, start=num_tokens, num_pending=num_tokens),
+            kv=kv.committed(start + num_tokens),
+            recurrent=recurrent.committed(num_tokens),
             hidden=hidden[num_tokens - 1],
             request=replace(
                 state.request,
@@ -94,7 +94,9 @@ def cycle(
         caught_up = jnp.concatenate([rows[:1], emitted[:-1]])
         if max_depth == 0:
             live = row < num_tokens
-            mtp_kv = mtp_fill(caught_up, true_hidden, start, live, state.mtp_kv, weights, config)
+            mtp_kv = model.mtp_fill(
+                caught_up, true_hidden, start, live, state.mtp_kv, weights, config
+            )
             return replace(state, mtp_kv=mtp_kv, num_drafts=jnp.int32(0)), info
         depth = _next_depth(state.request, info, max_depth)
         state = _draft(weights, state, caught_up, true_hidden, num_tokens, depth, config, kind)
@@ -155,16 +157,17 @@ def _draft(
       kind: the sampling program.
     """
     assert state.mtp_kv is not None
-    row, sampling = jnp.arange(ROWS), state.request.sampling
+    model, row, sampling = architecture_of(config), jnp.arange(ROWS), state.request.sampling
     first = state.length - num_tokens
 
     def step(i, carry):
         tokens, hidden, start, newest, drafts, kv = carry
         live = row < newest + jnp.minimum(depth, 1)
-        out, kv = mtp_block(tokens, hidden, start, live, kv, weights, config)
+        out, kv = model.mtp_block(tokens, hidden, start, live, kv, weights, config)
         out = lax.dynamic_index_in_dim(out, newest, keepdims=False)
         with jax.named_scope("draft_head"):
-            raw, ids = draft_logits(weights, state.slots, out[None])
+            features = model.mtp_features(weights, config, out[None])
+            raw, ids = draft_logits(weights, state.slots, features)
         used = config.vocab_used
         adjusted = adjust(raw, sampling, kind, drafts, i[None], vocab_used=used, ids=ids)
         token = choose(adjusted, (state.length + 1 + i)[None], sampling, kind.draft, ids)
@@ -176,7 +179,7 @@ def _draft(
     none = jnp.zeros(ROWS - 1, jnp.int32)
     carry = (tokens, hidden, first, num_tokens, none, state.mtp_kv)
     *_, drafts, mtp_kv = lax.fori_loop(0, jnp.maximum(depth, 1), step, carry)
-    return replace(state, mtp_kv=mtp_kv, drafts=drafts, num_drafts=depth)
+    return replace(state, mtp_kv=mtp_kv.committed(state.length), drafts=drafts, num_drafts=depth)
 
 
 def cycles(

@@ -94,7 +94,8 @@ def _rounded_rows(head: Packed, ids: np.ndarray) -> Planes:
     return {name: jnp.asarray(plane) for name, plane in Q4_K.pack(whole).items()}
 
 
-def _full_head(weights: Weights, mtp: MtpWeights) -> Projection:
+def full_head(weights: Weights, mtp: MtpWeights) -> Projection:
+    """Returns the block's own head, or the trunk's that it shares."""
     return weights.head if mtp.head is None else mtp.head
 
 
@@ -115,7 +116,7 @@ def with_draft_head(
     mtp = weights.mtp
     if mtp is None:
         raise ValueError("the model has no MTP block, so it makes no drafts")
-    head = _full_head(weights, mtp)
+    head = full_head(weights, mtp)
     assert isinstance(head, Packed)
     draft = None if ids is None else make_draft_head(head, ids, vocab, form)
     return dataclasses.replace(weights, mtp=dataclasses.replace(mtp, draft=draft))
@@ -131,7 +132,7 @@ def empty_slots(weights: Weights) -> DraftSlots | None:
     if mtp is None or mtp.draft is None or mtp.draft.whole:
         return None
     ids = jnp.full(NUM_SLOTS, -1, jnp.int32)
-    rows = jax.eval_shape(lambda head, ids: head.row_planes(ids), _full_head(weights, mtp), ids)
+    rows = jax.eval_shape(lambda head, ids: head.row_planes(ids), full_head(weights, mtp), ids)
     return DraftSlots(
         ids=ids,
         planes={name: jnp.zeros(row.shape, row.dtype) for name, row in rows.items()},
@@ -167,7 +168,7 @@ def hold(
     new = newest & ~same.any(0)
     oldest_first = jnp.argsort(seen)
     at = jnp.where(new, oldest_first[jnp.cumsum(new) - 1], size)
-    rows = _full_head(weights, weights.mtp).row_planes(tokens)
+    rows = full_head(weights, weights.mtp).row_planes(tokens)
     return DraftSlots(
         ids=slots.ids.at[at].set(tokens, mode="drop"),
         planes={n: x.at[at].set(rows[n], mode="drop") for n, x in slots.planes.items()},
@@ -190,7 +191,7 @@ def draft_logits(
     """
     mtp = weights.mtp
     assert mtp is not None
-    head = _full_head(weights, mtp)
+    head = full_head(weights, mtp)
     if mtp.draft is None:
         return project(hidden, head), None
     listed = project(hidden, mtp.draft.head)

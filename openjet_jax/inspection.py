@@ -124,7 +124,8 @@ def _model_table(model: Mapping[str, Any]) -> Table:
             "layers",
             f"{len(recurrent)}: {sum(recurrent)} DeltaNet, {recurrent.count(False)} attention",
         ),
-        ("width, feed-forward", f"{model['hidden']}, {model['ffn']}"),
+        ("width", f"{model['hidden']}"),
+        *_feed_forward(model),
         (
             "attention",
             f"{model['heads']} heads, {model['kv_heads']} KV, width {model['head_width']}"
@@ -140,6 +141,22 @@ def _model_table(model: Mapping[str, Any]) -> Table:
         ("MTP block", "yes" if model["has_mtp"] else "no"),
     ]
     return _table(None, rows)
+
+
+def _feed_forward(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns what follows the mixers, and what else a model has beside them."""
+    if "experts" not in model:
+        return [("feed-forward", f"{model['ffn']}")]
+    return [
+        (
+            "experts",
+            f"{model['experts_used']} of {model['experts']}, width {model['expert_ffn']};"
+            f" shared {model['shared_ffn']}",
+        ),
+        ("residual streams", f"{model['streams']}, rank {model['stream_rank']}"),
+        ("sparse attention", f"{sum(model['sparse'])} layers, {model['budget']} blocks"),
+        ("n-gram table", f"{model['ngram_rows']:,} rows, layer {model['ngram_layer']}"),
+    ]
 
 
 def _tensor_rows(tensors: list[Mapping[str, Any]]) -> list[tuple[str, ...]]:

@@ -3,6 +3,8 @@
 Everything is float32. Norm weights come from the file ready to multiply (no 1 is added).
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -13,11 +15,11 @@ from pallas_kernels.delta_rule import Rows
 
 
 def rms_norm(
-    x: Float[Array, "*rows width"], weight: Float[Array, " width"], eps: float
+    x: Float[Array, "*rows width"], weight: Float[Array, "*trailing width"], eps: float
 ) -> Float[Array, "*rows width"]:
     """Returns `x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang, Sennrich 2019)."""
     scale = jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
-    return x * scale * jnp.expand_dims(weight, range(x.ndim - 1))
+    return x * scale * jnp.expand_dims(weight, range(x.ndim - weight.ndim))
 
 
 def l2_norm(x: Float[Array, "*rows width"], eps: float) -> Float[Array, "*rows width"]:
@@ -134,8 +136,9 @@ def deltanet_output(
     weights: DeltaNetWeights,
     layer,
     eps: float,
+    gate: Callable[[Array], Array],
 ) -> Float[Array, "rows hidden"]:
-    """Returns the output projection of `rms_norm(out) * silu(z)`, z the layer's gate."""
+    """Returns the output projection of `rms_norm(out) * gate(z)`, z from the layer's input h."""
     z = project(h, weights.gate, layer).reshape(out.shape)
-    gated = rms_norm(out, weights.gate_norm[layer], eps) * jax.nn.silu(z)
+    gated = rms_norm(out, weights.gate_norm[layer], eps) * gate(z)
     return project(gated.reshape(out.shape[0], -1), weights.out, layer)

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from openjet_jax.architectures import initial_state
 from openjet_jax.checkpoint import DENSE, TensorEntry
 from openjet_jax.config import DecodeConfig, ModelConfig
-from openjet_jax.state import DecodeState, initial_state
+from openjet_jax.draft_list import DEFAULT_SIZE
+from openjet_jax.draft_vocabulary import NUM_SLOTS
+from openjet_jax.state import DecodeState, capacity_for
 
 FLOAT_BYTES = 4
 
@@ -21,8 +24,9 @@ class MemoryPlan:
     Attributes:
       context: positions of the conversation.
       kv_dtype: format of the key-value caches.
-      weights: packed weights by group; what shares another's weights is not counted again.
-      kv_position: keys and values of one position, the MTP block's included.
+      weights: packed weights by group; what shares another's weights is not counted again, the
+        draft head's copy of the default list's rows is.
+      kv_position: keys and values of one position, the MTP block's included, and its index keys.
       kv: the trunk's cache.
       mtp_kv: the MTP block's cache.
       recurrent: state of the Gated DeltaNet layers, the same at any context.
@@ -59,13 +63,11 @@ def memory_plan(
     """
     state: DecodeState = jax.eval_shape(lambda: initial_state(config, decode))
     kv, mtp_kv, recurrent = (_bytes(x) for x in (state.kv, state.mtp_kv, state.recurrent))
-    cached_layers = len(config.attention_layers) + config.has_mtp
-    width = config.kv_heads * config.head_width
     return MemoryPlan(
         context=decode.context,
         kv_dtype=decode.kv_dtype,
-        weights=_weight_groups(tensors),
-        kv_position=2 * cached_layers * width * state.kv.k.dtype.itemsize,
+        weights=_weight_groups(tensors) | _draft_head(config, tensors),
+        kv_position=(kv + mtp_kv) // capacity_for(decode.context),
         kv=kv,
         mtp_kv=mtp_kv,
         recurrent=recurrent,
@@ -84,11 +86,13 @@ def workspace_bytes(
     about twice, and the activations of its rows. Within a fifth of what XLA reports for a CPU.
     """
     heads = {t.field: math.prod(t.shape) for t in tensors if t.field in ("embedding", "head")}
+    by_parts = ("experts.gate", "experts.up", "experts.down", "ngrams.table")
     layers: dict[str, int] = {}
     for tensor in tensors:
-        if tensor.format != DENSE and tensor.field not in heads:
+        whole = tensor.format != DENSE and not tensor.field.endswith(by_parts)
+        if whole and tensor.field not in heads:
             layers[tensor.block] = layers.get(tensor.block, 0) + math.prod(tensor.shape)
-    activations = 3 * (config.ffn + config.conv_channels) * max(decode.chunks)
+    activations = 3 * (config.ffn_width + config.conv_channels) * max(decode.chunks)
     prefill = 2 * max(layers.values()) + activations
     return FLOAT_BYTES * max(3 * heads.get("head", heads["embedding"]), prefill)
 
@@ -106,9 +110,24 @@ def _weight_groups(tensors: Sequence[TensorEntry]) -> dict[str, int]:
         "deltanet": "DeltaNet layers",
         "attention": "attention layers",
         "ffn": "feed-forward",
+        "indexer": "attention layers",
+        "mixer_streams": "residual streams",
+        "ffn_streams": "residual streams",
+        "final": "head",
+        "experts": "experts",
+        "ngrams": "n-gram table",
         "mtp": "MTP block",
     }
     groups = dict.fromkeys(names.values(), 0)
     for tensor in tensors:
         groups[names[tensor.field.split(".")[0]]] += tensor.nbytes
     return {name: nbytes for name, nbytes in groups.items() if nbytes}
+
+
+def _draft_head(config: ModelConfig, tensors: Sequence[TensorEntry]) -> dict[str, int]:
+    """Returns the bytes of the default list's rows and of the slots, where there is a list."""
+    if not config.has_mtp or config.vocab_used <= DEFAULT_SIZE:
+        return {}
+    heads = {t.field: t.nbytes for t in tensors if t.field in ("embedding", "head", "mtp.head")}
+    head = heads.get("mtp.head") or heads.get("head") or heads["embedding"]
+    return {"draft head": head * (DEFAULT_SIZE + NUM_SLOTS) // config.vocab}

@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from openjet_jax.architectures import architecture_of
 from openjet_jax.config import ModelConfig
-from openjet_jax.draft import mtp_fill
-from openjet_jax.draft_vocabulary import hold
-from openjet_jax.model import trunk_chunk
-from openjet_jax.state import DecodeState
-from openjet_jax.weights import Weights
+from openjet_jax.draft_vocabulary import full_head, hold
+from openjet_jax.state import DecodeState, KVCache
+from openjet_jax.weights import Weights, project
 
 
 def prefill(
@@ -27,7 +26,7 @@ def prefill(
     *,
     config: ModelConfig,
 ) -> tuple[DecodeState, Float[Array, "rows hidden"]]:
-    """Returns the state with `count` more positions committed, and their normed hidden rows.
+    """Returns the state with `count` more positions committed, and their trunk output rows.
 
     Args:
       weights: the model.
@@ -38,17 +37,17 @@ def prefill(
       count: how many tokens to read, from 0 (a first token alone) to the rows of this program.
       config: the model's sizes.
     """
-    rows = tokens.shape[0] - 1
+    model, rows = architecture_of(config), tokens.shape[0] - 1
     start, index = state.length, jnp.arange(rows + 1)
     with jax.named_scope("prefill"):
-        hidden, recurrent, kv = trunk_chunk(
-            weights, config, tokens[:-1], start, count, state.recurrent, state.kv
+        hidden, (recurrent, kv) = model.trunk(
+            weights, config, tokens[:-1], start, count, (state.recurrent, state.kv), chunked=True
         )
         mtp_kv = state.mtp_kv
         if mtp_kv is not None:
             before = jnp.concatenate([state.hidden[None], hidden[:-1]])
             live = index[:-1] < count
-            mtp_kv = mtp_fill(tokens[:-1], before, start, live, mtp_kv, weights, config)
+            mtp_kv = model.mtp_fill(tokens[:-1], before, start, live, mtp_kv, weights, config)
     at = jnp.where(index <= count, start + index, state.tokens.shape[0])
     state = replace(
         state,
@@ -63,3 +62,31 @@ def prefill(
         stopped=jnp.bool_(False),
     )
     return state, hidden
+
+
+def mtp_chunk(
+    weights: Weights,
+    kv: KVCache,
+    tokens: Int[Array, " rows"],
+    hidden: Float[Array, "rows hidden"],
+    start: Int[Array, ""],
+    count: Int[Array, ""],
+    *,
+    config: ModelConfig,
+) -> tuple[KVCache, Float[Array, "rows vocab"]]:
+    """Returns the MTP block's cache and logits over known tokens: what scoring a text needs.
+
+    Args:
+      weights: the model.
+      kv: the block's cache, valid below `start`.
+      tokens: ids of positions `start` and on; from `count` on, padding.
+      hidden: trunk output of the position before each.
+      start: position of the first row.
+      count: rows that count.
+      config: the model's sizes.
+    """
+    assert weights.mtp is not None
+    model, live = architecture_of(config), jnp.arange(tokens.shape[0]) < count
+    out, kv = model.mtp_block(tokens, hidden, start, live, kv, weights, config)
+    features = model.mtp_features(weights, config, out)
+    return kv, project(features, full_head(weights, weights.mtp))

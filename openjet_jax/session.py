@@ -180,11 +180,7 @@ class Session:
         return self.reuse
 
     def reading(self) -> Iterator[int]:
-        """Yields the tokens still unread after each dispatch of reading; closing it stops there.
-
-        Raises:
-          ValueError: the history is empty.
-        """
+        """Yields the tokens still unread after each dispatch of reading; closing it stops there."""
         self._begin()
         self._open = self._reading()
         return self._open
@@ -211,11 +207,7 @@ class Session:
         checked = answer_settings(self.model, **settings)
         cycles_of(self._memory.conversation.decode, checked.cycles_per_dispatch)
         self._begin()
-        if len(self._ids) >= self._context:
-            raise ValueError(
-                f"all {self._context} positions are taken; truncate the history or start a session "
-                "with a larger context"
-            )
+        self._memory.check_room(len(self._ids) + 1)
         self._open = self._answering(checked, continued, every_dispatch)
         return self._open
 
@@ -255,18 +247,10 @@ class Session:
         self._end_stream()
         self._memory.close()
 
-    @property
-    def _context(self) -> int:
-        return self._memory.conversation.decode.context
-
     def _become(self, ids: list[int]) -> None:
         """Makes ids the history. Of an answer stays what was not changed."""
-        if len(ids) > self._context:
-            raise ValueError(
-                f"{len(ids)} tokens do not fit context={self._context}; shorten the text or ask "
-                "for a larger context"
-            )
         self._end_stream()
+        self._memory.check_room(len(ids))
         cut = ids == self._ids[: len(ids)]
         self._answer_start = min(self._answer_start, len(ids)) if cut else len(ids)
         self._ids = ids

@@ -21,9 +21,9 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from openjet_jax.architectures import initial_state
 from openjet_jax.checkpoint_store import KINDS, Kind
 from openjet_jax.config import KV_DTYPES, DecodeConfig, ModelConfig
-from openjet_jax.state import initial_state
 from openjet_jax.state_checkpoints import read_block, take_checkpoint
 
 MAGIC, VERSION = b"OJETSESS", 1

@@ -16,7 +16,7 @@ import numpy as np
 from openjet_jax.checkpoint_store import CheckpointFacts, CheckpointStore, Kind, nbytes_of
 from openjet_jax.config import MAX_DEPTH
 from openjet_jax.conversation import Conversation
-from openjet_jax.prefix_cache import Prefix, PrefixCache
+from openjet_jax.prefix_cache import GRAIN, Prefix, PrefixCache
 from openjet_jax.state_checkpoints import StateCheckpoint
 
 
@@ -112,6 +112,15 @@ class SessionMemory:
         self._marks = marks
         self._taken = 0
 
+    def check_room(self, count: int) -> None:
+        """Raises ValueError unless a history of `count` tokens fits the context."""
+        context = self.conversation.decode.context
+        if count > context:
+            raise ValueError(
+                f"{count} tokens do not fit {context=}; shorten the history, or start a session "
+                "with a larger context"
+            )
+
     def source(self, ids: list[int]) -> Source:
         """Returns where reading this history would start; changes nothing."""
         known = self.conversation.ids
@@ -124,7 +133,8 @@ class SessionMemory:
             best = Source(kind="live", kept=common, common=common)
         if self._prefixes is not None and best.kept < most:
             prefix = self._prefixes.find(self._root, ids, most)
-            if prefix is not None and prefix.position > best.kept:
+            # A few tokens are read faster than a prefix is copied.
+            if prefix is not None and prefix.position >= best.kept + GRAIN:
                 at = prefix.position
                 best = Source(kind="prefix", kept=at, common=common, prefix=prefix)
         return best

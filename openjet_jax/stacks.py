@@ -4,6 +4,8 @@ Leaves are read by several threads straight into the memory where they stay; orb
 each into fresh memory, to be copied once more. On a CPU the filled stack becomes the device's array
 as it is, elsewhere it is sent in one piece. So memory peaks at the weights (on the host of an
 accelerator, at the largest stack), and nothing is compiled.
+A table of packed rows is mapped: on a CPU the device's array is the file itself, and a row is read
+when it is used.
 """
 
 import collections
@@ -30,9 +32,17 @@ from openjet_jax.checkpoint import (
     partial_checksum,
     read_config,
 )
-from openjet_jax.config import ModelConfig
-from openjet_jax.weights import Packed, Weights
+from openjet_jax.config import ModelConfig, Qwen4ExpConfig, Qwen35Config
+from openjet_jax.qwen4exp_weights import Qwen4ExpWeights
+from openjet_jax.row_tables import ROWS, map_rows
+from openjet_jax.weights import Packed, Qwen35Weights, RowTable, Weights
 from pallas_kernels.formats import FORMATS
+
+_WEIGHTS: dict[type[ModelConfig], Any] = {
+    Qwen35Config: Qwen35Weights,
+    Qwen4ExpConfig: Qwen4ExpWeights,
+}
+"""The class of each model's weights."""
 
 READ_AHEAD_BYTES = 512 * 2**20
 """Host memory that may be in flight, beside the stack being sent."""
@@ -83,7 +93,7 @@ def load_weights(directory: Path) -> tuple[ModelConfig, Weights]:
     config = read_config(directory)
     stacks, tree = jax.tree.flatten(_layout(config))
     loaded: list[jax.Array] = []
-    readings: collections.deque[_Reading] = collections.deque()
+    readings: collections.deque[_Reading | _Mapped] = collections.deque()
 
     def send() -> None:
         array = readings.popleft().finish()
@@ -92,7 +102,10 @@ def load_weights(directory: Path) -> tuple[ModelConfig, Weights]:
     pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="restore")
     try:
         for stack in stacks:
-            readings.append(_Reading(pool, directory, stack))
+            mapped = stack.plane == ROWS
+            readings.append(
+                _Mapped(directory, stack) if mapped else _Reading(pool, directory, stack)
+            )
             while sum(reading.array.nbytes for reading in readings) > READ_AHEAD_BYTES:
                 send()
         while readings:
@@ -160,11 +173,27 @@ class _Reading:
         """
         totals = [0] * len(self._paths)
         for task in self._tasks:
-            for leaf, partial in task.result():
-                totals[leaf] += partial
+            for leaf, part_sum in task.result():
+                totals[leaf] += part_sum
         for entry, path, total in zip(self._stack.entries, self._paths, totals, strict=True):
             if f"{total % 2**64:016x}" != entry.planes[self._stack.plane].checksum:
                 raise _damaged(path, "it is not what was written: its checksum differs")
+        return self.array
+
+
+class _Mapped:
+    """A table of packed rows, which is not read.
+
+    Attributes:
+      array: the table's file.
+    """
+
+    def __init__(self, directory: Path, stack: _Stack):
+        """Maps the file."""
+        self.array = map_rows(directory, stack.entries[0])
+
+    def finish(self) -> np.ndarray:
+        """Returns the map."""
         return self.array
 
 
@@ -207,7 +236,7 @@ def _layout(config: CheckpointConfig) -> Weights:
     if "head" not in fields and "embedding" in fields:  # A tied head.
         fields["head"] = fields["embedding"]
     unplaced = set(fields)
-    weights = _module(Weights, "", fields, unplaced)
+    weights = _module(_WEIGHTS[type(config.model)], "", fields, unplaced)
     if unplaced:
         raise CheckpointError(f"{CONFIG_FILE}: unknown weights {', '.join(sorted(unplaced))}")
     return weights
@@ -226,6 +255,8 @@ def _module(cls: Any, prefix: str, fields: dict[str, list[TensorEntry]], unplace
             values[field.name] = None
         elif kind is Packed:
             values[field.name] = _packed(fields[name])
+        elif kind is RowTable:
+            values[field.name] = _row_table(fields[name][0])
         elif issubclass(kind, eqx.Module):
             values[field.name] = _module(kind, f"{name}.", fields, unplaced)
         else:
@@ -237,6 +268,11 @@ def _module(cls: Any, prefix: str, fields: dict[str, list[TensorEntry]], unplace
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
     """Returns the members of a union, or the annotation itself."""
     return typing.get_args(annotation) or (annotation,)
+
+
+def _row_table(entry: TensorEntry) -> RowTable:
+    rows: Any = _Stack(entries=(entry,), plane=ROWS, stacked=False)
+    return RowTable(rows=rows, format=entry.format, width=entry.shape[1])
 
 
 def _packed(entries: list[TensorEntry]) -> Packed:

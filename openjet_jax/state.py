@@ -5,6 +5,9 @@ state lags behind: the rows accepted by the last cycle are *pending* until the n
 Nothing is copied or restored when drafts are rejected: lengths and starts move.
 """
 
+from dataclasses import replace
+from typing import Self
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -24,15 +27,34 @@ class KVCache(eqx.Module):
     k: Float[Array, "layers capacity kv_heads width"]
     v: Float[Array, "layers capacity kv_heads width"]
 
-    def write(self, layer, start, k, v, live: Bool[Array, " rows"]) -> "KVCache":
+    def write(self, layer, start, k, v, live: Bool[Array, " rows"]) -> Self:
         """Returns the cache with the live rows at `start`, `start + 1`, ...; others keep theirs."""
-        capacity = self.k.shape[1]
-        at = jnp.where(live, start + jnp.arange(k.shape[0]), capacity)
+        return replace(
+            self,
+            k=put_rows(self.k, layer, start, k, live),
+            v=put_rows(self.v, layer, start, v, live),
+        )
 
-        def put(cache, rows):
-            return cache.at[layer, at].set(rows.astype(cache.dtype), mode="drop")
+    def committed(self, length: Int[Array, ""]) -> Self:
+        """Returns the cache of `length` positions: what stands beyond is never read."""
+        del length
+        return self
 
-        return KVCache(k=put(self.k, k), v=put(self.v, v))
+    def planes(self) -> dict[str, Array]:
+        """Returns what is kept position by position, [layers, capacity, ...] each."""
+        return {"k": self.k, "v": self.v}
+
+    def with_planes(self, planes: dict[str, Array]) -> Self:
+        """Returns the cache with other contents; what is derived from them is computed anew."""
+        return replace(self, **planes)
+
+
+def put_rows(
+    cache: Float[Array, "layers capacity ..."], layer, start, rows, live: Bool[Array, " rows"]
+) -> Float[Array, "layers capacity ..."]:
+    """Returns the cache with the live rows at `start`, `start + 1`, ... of one layer."""
+    at = jnp.where(live, start + jnp.arange(rows.shape[0]), cache.shape[1])
+    return cache.at[layer, at].set(rows.astype(cache.dtype), mode="drop")
 
 
 class RecurrentState(eqx.Module):
@@ -51,6 +73,10 @@ class RecurrentState(eqx.Module):
     start: Int[Array, ""]
     pending: Rows
     num_pending: Int[Array, ""]
+
+    def committed(self, num_rows: Int[Array, ""]) -> Self:
+        """Returns the state with the first `num_rows` rows of the last cycle accepted."""
+        return replace(self, start=num_rows, num_pending=num_rows)
 
 
 class Request(eqx.Module):
@@ -75,15 +101,15 @@ class Request(eqx.Module):
 
 
 class DecodeState(eqx.Module):
-    """One conversation.
+    """One conversation. The caches are the architecture's own classes.
 
     Attributes:
       tokens: ids of all positions, the newest token included; zeros beyond.
       length: committed positions n; the newest token is `tokens[n]`, not yet through the trunk.
       kv: cache of the trunk's attention layers, valid below `length`.
-      mtp_kv: cache of the MTP block, valid on positions 1 .. length-1; None without MTP.
-      recurrent: the Gated DeltaNet layers.
-      hidden: trunk output (after the final norm) of position `length - 1`.
+      mtp_kv: cache of the MTP block, valid below `length`; None without MTP.
+      recurrent: the recurrent layers.
+      hidden: trunk output of position `length - 1`, as the MTP block reads it.
       drafts: proposals for the positions after the newest token.
       num_drafts: how many of them count.
       slots: tokens of the sequence that the draft vocabulary lacks; None with the full one.
@@ -129,33 +155,24 @@ def capacity_for(context: int) -> int:
     return -(-(context + ROWS) // BLOCK) * BLOCK
 
 
-def initial_state(
-    config: ModelConfig, decode: DecodeConfig, slots: DraftSlots | None = None
-) -> DecodeState:
-    """Returns the state of an empty conversation.
+def kv_cache(config: ModelConfig, decode: DecodeConfig, layers: int) -> KVCache:
+    """Returns an empty cache of some attention layers."""
+    shape = (layers, capacity_for(decode.context), config.kv_heads, config.head_width)
+    dtype = jnp.dtype(decode.kv_dtype)
+    return KVCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
 
-    Args:
-      config: the model.
-      decode: context and cache format.
-      slots: `empty_slots` of the weights.
-    """
-    capacity = capacity_for(decode.context)
-    zero = jnp.int32(0)
 
-    def cache(layers: int) -> KVCache:
-        shape = (layers, capacity, config.kv_heads, config.head_width)
-        dtype = jnp.dtype(decode.kv_dtype)
-        return KVCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
-
+def recurrent_state(config: ModelConfig) -> RecurrentState:
+    """Returns the state of the Gated DeltaNet layers before the first token."""
     layers, heads, width = len(config.gdn_layers), config.value_heads, config.gdn_width
 
     def rows(*shape):
         return jnp.zeros((layers, ROWS, *shape))
 
-    recurrent = RecurrentState(
+    return RecurrentState(
         delta=jnp.zeros((layers, heads, width, width)),
         window=jnp.zeros((layers, config.history + ROWS, config.conv_channels)),
-        start=zero,
+        start=jnp.int32(0),
         pending=Rows(
             q=rows(config.key_heads, width),
             k=rows(config.key_heads, width),
@@ -163,29 +180,21 @@ def initial_state(
             g=rows(heads),
             beta=rows(heads),
         ),
-        num_pending=zero,
+        num_pending=jnp.int32(0),
     )
-    request = Request(
+
+
+def empty_request(vocab: int) -> Request:
+    """Returns the request of a conversation that was asked for nothing yet."""
+    zero = jnp.int32(0)
+    return Request(
         sampling=jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype),
-            jax.eval_shape(lambda: initial_sampling_state(Sampling(), config.vocab, config.vocab)),
+            jax.eval_shape(lambda: initial_sampling_state(Sampling(), vocab, vocab)),
         ),
         stop_ids=jnp.full(MAX_STOP_IDS, -1, jnp.int32),
         remaining=zero,
-        allowed=jnp.zeros((ROWS, mask_words(config.vocab)), jnp.uint32),
+        allowed=jnp.zeros((ROWS, mask_words(vocab)), jnp.uint32),
         depth=zero,
         depth_after_rejection=zero,
-    )
-    return DecodeState(
-        tokens=jnp.zeros(capacity, jnp.int32),
-        length=zero,
-        kv=cache(len(config.attention_layers)),
-        mtp_kv=cache(1) if config.has_mtp else None,
-        recurrent=recurrent,
-        hidden=jnp.zeros(config.hidden),
-        drafts=jnp.zeros(ROWS - 1, jnp.int32),
-        num_drafts=zero,
-        slots=slots,
-        request=request,
-        stopped=jnp.bool_(False),
     )

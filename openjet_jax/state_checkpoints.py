@@ -32,17 +32,15 @@ class StateCheckpoint(eqx.Module):
 
 
 class KVBlock(eqx.Module):
-    """Keys and values of `BLOCK` consecutive positions, position by position.
+    """What the caches hold of `BLOCK` consecutive positions, [positions, layers, ...] each.
 
     Attributes:
-      k, v: of the trunk's attention layers.
-      mtp_k, mtp_v: of the MTP block; None without MTP.
+      trunk: planes of the trunk's cache by name.
+      mtp: of the MTP block's; None without MTP.
     """
 
-    k: Float[Array, "positions layers kv_heads width"]
-    v: Float[Array, "positions layers kv_heads width"]
-    mtp_k: Float[Array, "positions one kv_heads width"] | None
-    mtp_v: Float[Array, "positions one kv_heads width"] | None
+    trunk: dict[str, Array]
+    mtp: dict[str, Array] | None
 
 
 def copied[T](tree: T) -> T:
@@ -73,6 +71,8 @@ def rewind(
         state,
         tokens=tokens,
         length=length,
+        kv=state.kv.committed(length),
+        mtp_kv=None if state.mtp_kv is None else state.mtp_kv.committed(length),
         recurrent=checkpoint.recurrent,
         hidden=checkpoint.hidden,
         num_drafts=jnp.int32(0),
@@ -81,32 +81,36 @@ def rewind(
 
 
 def read_block(state: DecodeState, index: Int[Array, ""]) -> KVBlock:
-    """Returns keys and values of positions `index * BLOCK` on; what lies beyond the length too."""
+    """Returns the caches' planes from position `index * BLOCK` on, beyond the length too."""
 
-    def cut(cache):
-        block = lax.dynamic_slice_in_dim(cache, index * BLOCK, BLOCK, 1)
-        return jnp.swapaxes(block, 0, 1)
+    def cut(cache: KVCache) -> dict[str, Array]:
+        return {
+            name: jnp.swapaxes(lax.dynamic_slice_in_dim(plane, index * BLOCK, BLOCK, 1), 0, 1)
+            for name, plane in cache.planes().items()
+        }
 
     mtp = state.mtp_kv
-    return KVBlock(
-        k=cut(state.kv.k),
-        v=cut(state.kv.v),
-        mtp_k=None if mtp is None else cut(mtp.k),
-        mtp_v=None if mtp is None else cut(mtp.v),
-    )
+    return KVBlock(trunk=cut(state.kv), mtp=None if mtp is None else cut(mtp))
 
 
 def write_block(state: DecodeState, block: KVBlock, index: Int[Array, ""]) -> DecodeState:
-    """Returns the state with a block's keys and values at positions `index * BLOCK` on."""
+    """Returns the state with a block in its caches, at positions `index * BLOCK` on."""
 
-    def put(cache, part):
-        return lax.dynamic_update_slice_in_dim(cache, jnp.swapaxes(part, 0, 1), index * BLOCK, 1)
+    def put(cache: KVCache, parts: dict[str, Array]) -> KVCache:
+        return cache.with_planes(
+            {
+                name: lax.dynamic_update_slice_in_dim(
+                    plane, jnp.swapaxes(parts[name], 0, 1), index * BLOCK, 1
+                )
+                for name, plane in cache.planes().items()
+            }
+        )
 
-    kv = KVCache(k=put(state.kv.k, block.k), v=put(state.kv.v, block.v))
     mtp = state.mtp_kv
     if mtp is not None:
-        mtp = KVCache(k=put(mtp.k, block.mtp_k), v=put(mtp.v, block.mtp_v))
-    return replace(state, kv=kv, mtp_kv=mtp)
+        assert block.mtp is not None
+        mtp = put(mtp, block.mtp)
+    return replace(state, kv=put(state.kv, block.trunk), mtp_kv=mtp)
 
 
 def hold_tokens(

@@ -21,7 +21,8 @@ class Stats:
       first_token_s: from the start of reading to the first burst, without `ready_s`.
       cycles, dispatches: how many there were.
       compiled: programs that had to be compiled.
-      drafted, accepted: by draft position, how many drafts were verified and survived.
+      drafted, accepted: by draft position, how many drafts were verified, and how many survived:
+        they and all drafts before them in their cycle were accepted.
     """
 
     prompt_tokens: int = 0
@@ -62,7 +63,11 @@ class Stats:
 
     @property
     def acceptance(self) -> list[float]:
-        """By draft position, the share of verified drafts that survived; 0 where none was made."""
+        """By draft position, the share of verified drafts that survived; 0 where none was made.
+
+        Not conditional on the draft before: at a fixed depth it falls with the position, and a
+        cycle emits one token more than the sum.
+        """
         return [a / d if d else 0.0 for a, d in zip(self.accepted, self.drafted, strict=True)]
 
     def as_dict(self) -> dict[str, object]:

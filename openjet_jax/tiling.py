@@ -6,6 +6,7 @@ run through the reference.
 """
 
 import dataclasses
+import typing
 from functools import partial
 from typing import Any
 
@@ -58,9 +59,11 @@ def tiled_weights(weights: Weights) -> Weights:
             rows = any(node is head for head in looked_up)
             return tiled(node, keep_rows=rows, keep=shared)
         changed = {
-            field.name: visit(getattr(node, field.name))
+            field.name: visit(child)
             for field in dataclasses.fields(node)
-            if isinstance(getattr(node, field.name), eqx.Module)
+            if isinstance(child := getattr(node, field.name), eqx.Module)
+            # What is looked up by rows, or by expert, is declared as packed.
+            and not (isinstance(child, Packed) and Tiled not in typing.get_args(field.type))
         }
         return dataclasses.replace(node, **changed)
 

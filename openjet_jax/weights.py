@@ -8,7 +8,8 @@ a layer loop is one program however deep the model. Nothing here knows where wei
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt, UInt8
 
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.packed import Planes
@@ -29,12 +30,20 @@ class Packed(eqx.Module):
     table: tuple[tuple[int, int], ...] = eqx.field(static=True)
     shape: tuple[int, int] = eqx.field(static=True)
 
-    def dense(self, layer: Int[Array, ""] | int) -> Float[Array, "rows k"]:
-        """Returns the float32 values of one layer's matrix, unpacked inside the computation."""
+    def dense(
+        self, layer: Int[Array, ""] | int, part: tuple[Int[Array, ""], int] | None = None
+    ) -> Float[Array, "rows k"]:
+        """Returns the float32 values of one layer's matrix, unpacked inside the computation.
+
+        Args:
+          layer: position among the layers that have this projection.
+          part: (i, n) for rows i n to i n + n - 1 alone: those of an expert.
+        """
 
         def unpack(index: int, slot):
+            first, count = (0, self.shape[0]) if part is None else (part[0] * part[1], part[1])
             planes = {
-                name: jax.lax.dynamic_index_in_dim(plane, slot, keepdims=False)
+                name: jax.lax.dynamic_slice(plane, (slot, first, 0), (1, count, plane.shape[2]))[0]
                 for name, plane in self.stacks[index].items()
             }
             return FORMATS[self.formats[index]].unpack(planes)
@@ -141,6 +150,32 @@ def project(
     return jnp.matmul(x, weight.dense(layer).T, precision="highest")
 
 
+class RowTable(eqx.Module):
+    """A table of packed rows, each in one piece, so that a look-up touches one place in memory.
+
+    Attributes:
+      rows: bytes of each row: its planes one after the other.
+      format: name of the packed format.
+      width: values of a row.
+    """
+
+    rows: UInt8[Array, "rows row_bytes"]
+    format: str = eqx.field(static=True)
+    width: int = eqx.field(static=True)
+
+    def take(self, ids: Int[Array, " n"]) -> Float[Array, "n width"]:
+        """Returns the float32 values of some rows."""
+        rows, planes, at = self.rows[ids], {}, 0
+        for name, spec in FORMATS[self.format].plane_specs(1, self.width).items():
+            dtype, size = np.dtype(spec.dtype), spec.shape[1]
+            part = rows[:, at : at + size * dtype.itemsize]
+            if dtype.itemsize > 1:
+                part = part.reshape(len(ids), size, dtype.itemsize)
+            planes[name] = jax.lax.bitcast_convert_type(part, dtype)
+            at += size * dtype.itemsize
+        return FORMATS[self.format].unpack(planes)
+
+
 class FeedForwardWeights(eqx.Module):
     """SwiGLU blocks: `down(silu(gate h) * up h)` with `h = rms_norm(x, norm)`."""
 
@@ -151,9 +186,12 @@ class FeedForwardWeights(eqx.Module):
 
 
 class AttentionWeights(eqx.Module):
-    """Gated full attention. Rows of `q` are, per head, the query and then its gate."""
+    """Gated attention. Rows of `q` are, per head, the query and then its gate.
 
-    norm: Float[Array, "layers hidden"]
+    `norm` is None where it is not a norm of the residual stream that feeds a layer.
+    """
+
+    norm: Float[Array, "layers hidden"] | None
     q: Projection
     k: Projection
     v: Projection
@@ -163,9 +201,12 @@ class AttentionWeights(eqx.Module):
 
 
 class DeltaNetWeights(eqx.Module):
-    """Gated DeltaNet layers. Value heads stand in the file's tiled order."""
+    """Gated DeltaNet layers. Value heads stand in the file's tiled order.
 
-    norm: Float[Array, "layers hidden"]
+    `norm` is None where it is not a norm of the residual stream that feeds a layer.
+    """
+
+    norm: Float[Array, "layers hidden"] | None
     qkv: Projection
     gate: Projection
     alpha: Projection
@@ -204,23 +245,34 @@ class MtpWeights(eqx.Module):
     """
 
     embed_norm: Float[Array, " hidden"]
-    hidden_norm: Float[Array, " hidden"]
+    hidden_norm: Float[Array, " width"]
     join: Projection
     attention: AttentionWeights
-    ffn: FeedForwardWeights
-    head_norm: Float[Array, " hidden"]
     embedding: Packed | None
     head: Projection | None
-    draft: DraftHead | None = None
+    draft: DraftHead | None = eqx.field(default=None, kw_only=True)
 
 
 class Weights(eqx.Module):
-    """All weights of a model. `attention` or `deltanet` is None where no layer is of that kind."""
+    """What every model has; None where no layer is of a kind."""
 
     embedding: Packed
     deltanet: DeltaNetWeights | None
     attention: AttentionWeights | None
-    ffn: FeedForwardWeights
-    final_norm: Float[Array, " hidden"]
     head: Projection
     mtp: MtpWeights | None
+
+
+class Qwen35MtpWeights(MtpWeights):
+    """The MTP block of a qwen35 model."""
+
+    ffn: FeedForwardWeights
+    head_norm: Float[Array, " hidden"]
+
+
+class Qwen35Weights(Weights):
+    """All weights of a qwen35 model."""
+
+    ffn: FeedForwardWeights
+    final_norm: Float[Array, " hidden"]
+    mtp: Qwen35MtpWeights | None

@@ -11,10 +11,12 @@ import shutil
 import pytest
 
 SHAPED = [
-    *(f"openjet_jax.{module}" for module in ("cycle", "draft", "draft_vocabulary", "filters")),
-    *(f"openjet_jax.{module}" for module in ("layers", "model", "prefill", "sampling")),
-    "pallas_kernels.attention",
-    "pallas_kernels.delta_rule",
+    *(f"openjet_jax.{module}" for module in ("cycle", "deltanet", "draft_vocabulary", "experts")),
+    *(f"openjet_jax.{module}" for module in ("filters", "layers", "ngrams", "prefill", "qwen35")),
+    *(f"openjet_jax.{module}" for module in ("qwen4exp", "sampling", "sparse_attention")),
+    "openjet_jax.streams",
+    *(f"pallas_kernels.{op}" for op in ("attention", "delta_rule", "expert_tiles", "ngram_hash")),
+    *(f"pallas_kernels.{op}" for op in ("pooled_keys", "sparse_attention")),
 ]
 """Modules whose array annotations are checked at every call; others say shapes of host values."""
 

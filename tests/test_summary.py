@@ -85,7 +85,7 @@ def test_the_readme_shows_the_committed_figures():
     assert with_tables(text) == text, "run python -m bench.summary"
 
 
-def test_acceptance_is_shown_by_text_sampling_and_head(tmp_path: pathlib.Path):
+def test_acceptance_is_shown_by_text_and_sampling(tmp_path: pathlib.Path):
     assert acceptance_table(tmp_path) == ""
     row = {"text": "code", "sampling": "T=1", "head": "full"}
     rows = [
@@ -93,6 +93,7 @@ def test_acceptance_is_shown_by_text_sampling_and_head(tmp_path: pathlib.Path):
         row | {"depth": 2, "tokens_per_cycle": 2.25, "acceptance": [0.75, 0.5]},
     ]
     rows[1] |= {"coupled_mean": 0.5, "ideal_mean": 0.55, "greedy_mean": 0.25}
+    rows += [row | {"head": "few", "depth": 1, "tokens_per_cycle": 1.5, "acceptance": [0.5]}]
     record("bench/acceptance.py", [SPEED], tmp_path, {"rows": rows})
-    line = "| code | T=1 | full | 0.75 0.50 | 1.75 2.25 | 0.50 / 0.55 / 0.25 |"
+    line = "| code | T=1 | 0.75 0.50 | 1.75 2.25 | 0.50 | 1.50 | 0.50 / 0.55 / 0.25 |"
     assert acceptance_table(tmp_path).splitlines()[2:] == [line]

@@ -1,6 +1,7 @@
 """What keys and tensor names say of a model: the traps of qwen35 files, one by one."""
 
 import collections
+import dataclasses
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,10 @@ from gguf_cases import U32, Keys, Tensors, small_keys, small_tensors, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openjet_jax.config import ModelConfig
+from openjet_jax.config import Qwen35Config
+from openjet_jax.convert.architectures import expected_tensors
 from openjet_jax.convert.gguf import GGUFError
 from openjet_jax.convert.model_file import ModelFile, read_model
-from openjet_jax.convert.tensor_names import expected_tensors
 
 type Write = Callable[..., ModelFile]
 
@@ -36,7 +37,7 @@ def roles(model: ModelFile) -> dict[tuple[str, str, int], str]:
 
 
 def test_the_keys_become_the_configuration(read: Write):
-    assert read().config == ModelConfig(
+    assert read().config == Qwen35Config(
         num_layers=2,
         hidden=8,
         ffn=12,
@@ -80,23 +81,23 @@ def test_every_tensor_goes_to_one_place_in_the_weights(read: Write):
 def test_each_role_is_a_field_of_the_weights_classes():
     weights = pytest.importorskip("openjet_jax.weights")
     classes = {
-        "global": weights.Weights,
+        "global": weights.Qwen35Weights,
         "deltanet": weights.DeltaNetWeights,
         "attention": weights.AttentionWeights,
         "mtp.attention": weights.AttentionWeights,
         "ffn": weights.FeedForwardWeights,
         "mtp.ffn": weights.FeedForwardWeights,
-        "mtp": weights.MtpWeights,
+        "mtp": weights.Qwen35MtpWeights,
     }
     inner = {"deltanet", "attention", "ffn", "mtp", "draft"}
     found = collections.defaultdict(set)
     for tensor in expected_tensors(published(num_layers=4, has_mtp=True)):
         found[tensor.role.stack].add(tensor.role.field)
     for stack, fields in found.items():
-        assert fields == set(classes[stack].__annotations__) - inner, stack
+        assert fields == {field.name for field in dataclasses.fields(classes[stack])} - inner, stack
 
 
-def published(**changes: Any) -> ModelConfig:
+def published(**changes: Any) -> Qwen35Config:
     """Returns the configuration of the 27B model, with changes."""
     layers = changes.get("num_layers", 64)
     sizes: dict[str, Any] = {
@@ -119,7 +120,7 @@ def published(**changes: Any) -> ModelConfig:
         "has_mtp": False,
         "context": 262144,
     }
-    return ModelConfig(**(sizes | changes))
+    return Qwen35Config(**(sizes | changes))
 
 
 @pytest.mark.parametrize(
@@ -455,4 +456,4 @@ def test_any_value_of_any_key_is_understood_or_refused(
     except GGUFError as error:
         assert str(error).startswith(str(path))
     else:
-        assert isinstance(config, ModelConfig)
+        assert isinstance(config, Qwen35Config)

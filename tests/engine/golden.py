@@ -16,8 +16,11 @@ from openjet_jax.stacks import load_weights
 from openjet_jax.weights import Weights
 
 ROOT = pathlib.Path(__file__).parents[2]
-SMALL = ROOT / "tests" / "data" / "golden"
-SHARED = ROOT.parent / "shared" / "golden" / "qwen35"
+SMALL = {
+    "qwen35": ROOT / "tests" / "data" / "golden",
+    "qwen4exp": ROOT / "tests" / "data" / "golden_qwen4exp",
+}
+SHARED = ROOT.parent / "shared" / "golden"
 CACHE = ROOT / ".pytest_cache" / "programs"
 
 DECODE = DecodeConfig(context=200, chunks=(192,))
@@ -52,19 +55,26 @@ def fixed(depth: int, case: Case) -> DepthPolicy:
     return kind(depth=depth, after_rejection=depth)
 
 
-def names() -> list[str]:
-    folder = SHARED if SHARED.exists() else SMALL
-    return sorted(path.stem for path in folder.glob("*.gguf"))
+def folder(architecture: str) -> pathlib.Path:
+    shared = SHARED / architecture
+    return shared if shared.exists() else SMALL[architecture]
+
+
+def names(architecture: str = "qwen35") -> list[str]:
+    return sorted(path.stem for path in folder(architecture).glob("*.gguf"))
 
 
 @functools.cache
-def case(name: str) -> Case:
-    folder = SHARED if SHARED.exists() else SMALL
-    target = CACHE / "checkpoints" / name
-    convert_gguf(folder / f"{name}.gguf", target, force=True, quiet=True)
+def case(name: str, architecture: str = "qwen35") -> Case:
+    source = folder(architecture)
+    target = CACHE / "checkpoints" / architecture / name
+    convert_gguf(source / f"{name}.gguf", target, force=True, quiet=True)
     config, weights = load_weights(target)
-    programs = Programs(config, DECODE, weights, ProgramStore(CACHE))
-    return Case(name, config, weights, programs, dict(np.load(folder / f"{name}.npz")))
+    answers = dict(np.load(source / f"{name}.npz"))
+    rows = max(192, -(-(len(answers["tokens"]) + len(answers["greedy"])) // 64) * 64)
+    decode = DECODE if rows == 192 else DecodeConfig(context=rows + 64, chunks=(rows,))
+    programs = Programs(config, decode, weights, ProgramStore(CACHE))
+    return Case(name, config, weights, programs, answers)
 
 
 def relative_rms(y: object, x: object) -> float:

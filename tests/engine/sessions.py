@@ -24,7 +24,7 @@ PENALISED = oj.Sampling(
 @functools.cache
 def model() -> oj.Model:
     programs = case(NAME).programs
-    loaded = oj.load(CACHE / "checkpoints" / NAME)
+    loaded = oj.load(CACHE / "checkpoints" / "qwen35" / NAME)
     loaded.programs[DecodeConfig(context=DECODE.context)] = programs
     return loaded
 

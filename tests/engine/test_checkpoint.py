@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from openjet_jax import stacks
+from openjet_jax.architectures import initial_state
 from openjet_jax.checkpoint import (
     VERSION,
     CheckpointError,
@@ -26,8 +27,7 @@ from openjet_jax.inspection import inspect, render
 from openjet_jax.loading import checkpoint_of, load, load_template, load_tokenizer, located
 from openjet_jax.memory import memory_plan
 from openjet_jax.stacks import load_weights, weight_specs
-from openjet_jax.state import initial_state
-from openjet_jax.weights import Packed
+from openjet_jax.weights import Packed, Qwen35Weights
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "golden"
 SMALL = DATA / "iq4_nl_recr.gguf"
@@ -78,6 +78,7 @@ def test_layers_of_two_formats_are_stacked_apart_and_found_through_the_table(tmp
     tensors = read_config(directory).tensors
     _, weights = load_weights(directory)
     formats = [t.format for t in tensors if t.field == "ffn.down"]
+    assert isinstance(weights, Qwen35Weights)
     down = weights.ffn.down
     assert isinstance(down, Packed)
     assert len(set(formats)) == len(down.stacks) == 2
@@ -299,6 +300,15 @@ def test_the_memory_plan_counts_the_bytes_that_weights_and_state_have(original):
     assert longer.kv > plan.kv and longer.recurrent == plan.recurrent
     positions = state.kv.k.shape[1]
     assert plan.kv_position * positions == plan.kv + plan.mtp_kv
+    assert "draft head" not in plan.weights
+
+
+def test_the_memory_plan_counts_the_draft_head_of_a_large_vocabulary(original):
+    tensors = read_config(original).tensors
+    config = dataclasses.replace(read_config(original).model, vocab=65_536, vocab_used=60_000)
+    plan = memory_plan(config, tensors, DecodeConfig(context=100))
+    head = next(tensor.nbytes for tensor in tensors if tensor.field == "head")
+    assert plan.weights["draft head"] == pytest.approx(head / 2, rel=0.01)
 
 
 def nbytes(tree: object) -> int:

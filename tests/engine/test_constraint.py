@@ -40,8 +40,8 @@ def test_a_token_is_kept_if_and_only_if_its_bit_is_set(width: int):
 
 def test_constrained_text_is_legal_and_the_same_at_every_depth():
     model = oj.load("tiny")
-    texts, drafts = [], []
-    for depth in ("5", "5/0"):  # one program: the second drafts no more once a draft was rejected
+    texts = []
+    for depth in (0, 5):
         constraint = Alternating(model.config.vocab)
         out = oj.generate(
             model,
@@ -53,7 +53,6 @@ def test_constrained_text_is_legal_and_the_same_at_every_depth():
             constraint=constraint,
         )
         texts.append(out.token_ids.tolist())
-        drafts.append(constraint.seen)
+        assert (constraint.seen > 0) == (depth > 0)
     assert texts[0] == texts[1]
-    assert drafts[0] > drafts[1] > 0
     assert [token % 2 for token in texts[0]] == [i % 2 for i in range(24)]

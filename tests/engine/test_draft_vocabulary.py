@@ -4,12 +4,14 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import CACHE, DECODE, case, fixed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from openjet_jax.architectures import logits
 from openjet_jax.compiled import Programs, ProgramStore
 from openjet_jax.config import DecodeConfig
 from openjet_jax.conversation import Conversation
@@ -22,9 +24,9 @@ from openjet_jax.draft_vocabulary import (
     with_draft_head,
 )
 from openjet_jax.loading import load
-from openjet_jax.model import logits
 from openjet_jax.settings import Sampling
-from openjet_jax.weights import Packed
+from openjet_jax.tiling import tiled
+from openjet_jax.weights import Packed, Tiled
 
 FEW = 8
 LISTED = np.arange(5, 45, 2)
@@ -97,10 +99,23 @@ def test_slot_columns_are_the_full_head_s_logits():
     slots = run(slots, np.arange(24, dtype=np.int32) * 12, np.int32(24))
     hidden = jax.random.normal(jax.random.key(0), (3, weights.head.shape[1]))
     drafted, ids = draft_logits(weights, slots, hidden)
-    full = np.asarray(logits(weights, hidden))
+    full = np.asarray(logits(weights, hidden, config=case("q8_0").config))
     assert ids is not None and drafted.shape == (3, len(LISTED) + FEW)
     assert set(np.asarray(ids)) == {*LISTED.tolist(), *held(slots)}
     np.testing.assert_allclose(drafted, full[:, np.asarray(ids)], rtol=1e-5, atol=1e-5)
+
+
+def test_slots_of_a_tiled_head_hold_its_rows():
+    weights = load("tiny", draft_vocab=512).weights
+    tokens = jnp.arange(8000, 8004)
+    rows = jax.tree.map(np.asarray, full_head(weights).row_planes(tokens))
+    head = tiled(full_head(weights), keep_rows=True)
+    assert isinstance(head, Tiled)
+    weights = dataclasses.replace(weights, head=head)
+    slots = hold(empty_slots(weights), weights, tokens, jnp.int32(4))
+    assert slots is not None and held(slots) == set(tokens.tolist())
+    for name, plane in slots.planes.items():
+        np.testing.assert_array_equal(plane[:4], rows[name])
 
 
 def test_a_head_over_the_whole_vocabulary_needs_no_slots():
@@ -108,7 +123,7 @@ def test_a_head_over_the_whole_vocabulary_needs_no_slots():
     assert empty_slots(weights) is None
     hidden = jax.random.normal(jax.random.key(0), (8, weights.head.shape[1]))
     rounded, ids = draft_logits(weights, None, hidden)
-    exact = np.asarray(logits(weights, hidden))
+    exact = np.asarray(logits(weights, hidden, config=case("q8_0").config))
     np.testing.assert_array_equal(ids, np.arange(weights.head.shape[0]))
     error = np.linalg.norm(np.asarray(rounded) - exact) / np.linalg.norm(exact)
     assert 0.01 < error < 0.08

@@ -81,14 +81,14 @@ def test_what_a_session_does_next_changes_no_stored_prefix():
     ours = read(cache, ids)
     ours.publish()
     (prefix,) = next(iter(cache._entries.values()))
-    before = [np.array(block.k) for block in prefix.blocks]
+    before = [np.array(block.trunk["k"]) for block in prefix.blocks]
     adopted = sharing(cache)
     adopted.append([*ids[:99], 1, 2, 3])
     answer(adopted)
     adopted.truncate(10)
     adopted.append([5])
     answer(adopted)
-    assert all(np.array_equal(a, b.k) for a, b in zip(before, prefix.blocks, strict=True))
+    assert all(np.array_equal(a, b.trunk["k"]) for a, b in zip(before, prefix.blocks, strict=True))
     ours.append([7])
     again = sharing(cache)
     again.append(ours.ids)

@@ -273,7 +273,7 @@ def test_nothing_compiles_once_every_operation_was_used():
         (lambda s: s.append([300]), "300 must be in 0..287"),
         (lambda s: s.truncate(1), "length=1 must be in 0..0"),
         (lambda s: (s.append([1]), s.generate(max_new_tokens=0)), "max_new_tokens=0"),
-        (lambda s: (s.append(text(200)), s.generate()), "all 200 positions are taken"),
+        (lambda s: (s.append(text(200)), s.generate()), "201 tokens do not fit context=200"),
         (lambda s: session(checkpoint_every=0), "checkpoint_every=0 must be at least 1"),
         (lambda s: session(prefixes=oj.PrefixCache()), "isolation_key"),
         (lambda s: oj.CheckpointBudget(host_bytes=-1), "host_bytes=-1"),

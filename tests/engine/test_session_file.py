@@ -14,9 +14,13 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from golden import CACHE, DECODE
 from sessions import PENALISED, answer, assert_same_bits, fresh, model, session, text
 
 import openjet_jax as oj
+from openjet_jax.compiled import Programs
+from openjet_jax.config import DecodeConfig
+from openjet_jax.program_store import ProgramStore
 from openjet_jax.session_format import PREAMBLE, VERSION, Header
 
 SAMPLINGS = pytest.mark.parametrize(
@@ -97,6 +101,33 @@ def test_checkpoints_are_restored_and_serve_an_edit(saved):
         assert each.read().reused == nearest > 38
     assert_same_bits(ours, theirs)
     assert answer(theirs) == fresh(edited)
+
+
+def test_a_text_of_several_blocks_passes_through_a_file_and_the_prefix_cache(tmp_path):
+    cache = oj.PrefixCache()
+    long = {"context": 700, "prefixes": cache, "isolation_key": "a"}
+    ours, ids = long_session(**long), text(600)
+    ours.append(ids)
+    ours.read()
+    ours.save(tmp_path / "a")
+    ours.publish()
+    adopted = long_session(**long)
+    restored = oj.Session.restore(model(), tmp_path / "a")
+    for each in (adopted, ours, restored):
+        each.replace([*ids, *text(50, seed=1)])
+        each.read()
+    assert adopted.reuse == oj.Reuse(reused=599, read=51, shared=599)
+    assert restored.reuse == oj.Reuse(reused=600, read=50)
+    assert_same_bits(ours, restored)
+    assert_same_bits(ours, adopted)
+
+
+def long_session(**settings) -> oj.Session:
+    """A session of more than one block; it only reads, so that few programs are compiled."""
+    decode = dataclasses.replace(DECODE, context=settings["context"])
+    programs = Programs(model().config, decode, model().weights, ProgramStore(CACHE))
+    model().programs.setdefault(DecodeConfig(context=decode.context), programs)
+    return oj.Session(model(), **settings)
 
 
 def test_unread_tokens_empty_sessions_and_overshot_stops_are_saved_as_they_are(tmp_path):

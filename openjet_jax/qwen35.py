@@ -1,0 +1,170 @@
+"""The qwen35 model: what it does with rows, layer by layer, and its MTP block.
+
+    x <- embedding
+    x <- x + mixer(rms_norm(x));  x <- x + swiglu(rms_norm(x))      for every layer
+    logits = head rms_norm(x)
+
+The MTP block predicts the token after next from a token and the normed trunk row before it. Its
+cache must hold an entry for every position but 0, prompt included: the entry of position p comes
+from token p and the trunk's row of p - 1. Drafts are made by feeding the block its own output; what
+that writes is overwritten when true rows are known.
+
+The functions here are those of `architectures.Architecture`, where their arguments are described.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from openjet_jax.config import DecodeConfig, Qwen35Config
+from openjet_jax.deltanet import deltanet
+from openjet_jax.layer_loop import run_layers
+from openjet_jax.layers import (
+    attention_inputs,
+    attention_output,
+    feed_forward,
+    keys_and_values,
+    rms_norm,
+)
+from openjet_jax.state import KVCache, RecurrentState, kv_cache, recurrent_state
+from openjet_jax.weights import Qwen35MtpWeights, Qwen35Weights, project
+from pallas_kernels.attention import attention_reference
+
+type Caches = tuple[RecurrentState, KVCache]
+
+
+def initial_caches(config: Qwen35Config, decode: DecodeConfig) -> Caches:
+    """Returns the empty caches of the trunk."""
+    return recurrent_state(config), kv_cache(config, decode, len(config.attention_layers))
+
+
+def initial_mtp_cache(config: Qwen35Config, decode: DecodeConfig) -> KVCache:
+    """Returns the empty cache of the MTP block."""
+    return kv_cache(config, decode, 1)
+
+
+def hidden_width(config: Qwen35Config) -> int:
+    """Returns the width of a trunk output row."""
+    return config.hidden
+
+
+def trunk(
+    weights: Qwen35Weights,
+    config: Qwen35Config,
+    tokens: Int[Array, " rows"],
+    start: Int[Array, ""],
+    num_live: Int[Array, ""],
+    caches: Caches,
+    *,
+    chunked: bool,
+) -> tuple[Float[Array, "rows hidden"], Caches]:
+    """Returns the trunk's output rows, after the final norm, and the caches."""
+    rows = tokens.shape[0]
+    live = jnp.arange(rows) < num_live
+    positions = jnp.where(live, start + jnp.arange(rows), -1)
+    kinds = tuple("deltanet" if recurrent else "attention" for recurrent in config.recurrent)
+
+    def attention(h, i, kv: KVCache):
+        assert weights.attention is not None
+        q, gate, k, v = attention_inputs(h, weights.attention, i, positions, config)
+        kv = kv.write(i, start, k, v, live)
+        out = attention_reference(q, kv.k[i], kv.v[i], positions, start + num_live)
+        return attention_output(out, gate, weights.attention, i), kv
+
+    def layer(kind, layer, i, carry):
+        x, recurrent, kv = carry
+        mixer = weights.deltanet if kind == "deltanet" else weights.attention
+        assert mixer is not None and mixer.norm is not None
+        h = rms_norm(x, mixer.norm[i], config.eps)
+        if kind == "deltanet":
+            y, recurrent = deltanet(
+                h,
+                i,
+                recurrent,
+                weights.deltanet,
+                config,
+                num_live,
+                gate=jax.nn.silu,
+                chunked=chunked,
+            )
+        else:
+            y, kv = attention(h, i, kv)
+        x = x + y
+        with jax.named_scope("feed_forward"):
+            x = x + feed_forward(x, weights.ffn, layer, config.eps)
+        return x, recurrent, kv
+
+    x = weights.embedding.rows(tokens)
+    x, recurrent, kv = run_layers(kinds, (x, *caches), layer)
+    if chunked:
+        recurrent = recurrent.committed(jnp.int32(0))
+    return rms_norm(x, weights.final_norm, config.eps), (recurrent, kv)
+
+
+def features(
+    weights: Qwen35Weights, config: Qwen35Config, hidden: Float[Array, "rows hidden"]
+) -> Float[Array, "rows hidden"]:
+    """Returns what the head projects: the trunk's output rows themselves."""
+    del weights, config
+    return hidden
+
+
+mtp_features = features
+
+
+def _join(
+    tokens: Int[Array, " rows"],
+    hidden: Float[Array, "rows hidden"],
+    weights: Qwen35Weights,
+    mtp: Qwen35MtpWeights,
+    eps: float,
+) -> Float[Array, "rows hidden"]:
+    """Returns the block's residual stream: embedding and hidden row, normed and projected."""
+    embedding = weights.embedding if mtp.embedding is None else mtp.embedding
+    both = [
+        rms_norm(embedding.rows(tokens), mtp.embed_norm, eps),
+        rms_norm(hidden, mtp.hidden_norm, eps),
+    ]
+    return project(jnp.concatenate(both, -1), mtp.join)
+
+
+def mtp_block(
+    tokens: Int[Array, " rows"],
+    hidden: Float[Array, "rows hidden"],
+    start: Int[Array, ""],
+    live: Bool[Array, " rows"],
+    kv: KVCache,
+    weights: Qwen35Weights,
+    config: Qwen35Config,
+) -> tuple[Float[Array, "rows hidden"], KVCache]:
+    """Returns the block's normed output rows, and its cache."""
+    mtp = weights.mtp
+    assert mtp is not None and mtp.attention.norm is not None
+    positions = jnp.where(live, start + jnp.arange(tokens.shape[0]), -1)
+    y = _join(tokens, hidden, weights, mtp, config.eps)
+    h = rms_norm(y, mtp.attention.norm[0], config.eps)
+    q, gate, k, v = attention_inputs(h, mtp.attention, 0, positions, config)
+    kv = kv.write(0, start, k, v, live & (positions > 0))
+    out = attention_reference(q, kv.k[0], kv.v[0], positions, jnp.max(positions) + 1, first=1)
+    y = y + attention_output(out, gate, mtp.attention, 0)
+    y = y + feed_forward(y, mtp.ffn, 0, config.eps)
+    return rms_norm(y, mtp.head_norm, config.eps), kv
+
+
+def mtp_fill(
+    tokens: Int[Array, " rows"],
+    hidden: Float[Array, "rows hidden"],
+    start: Int[Array, ""],
+    live: Bool[Array, " rows"],
+    kv: KVCache,
+    weights: Qwen35Weights,
+    config: Qwen35Config,
+) -> KVCache:
+    """Returns the block's cache with entries for the live rows, outputs not computed."""
+    mtp = weights.mtp
+    assert mtp is not None and mtp.attention.norm is not None
+    positions = jnp.where(live, start + jnp.arange(tokens.shape[0]), -1)
+    y = _join(tokens, hidden, weights, mtp, config.eps)
+    h = rms_norm(y, mtp.attention.norm[0], config.eps)
+    k, v = keys_and_values(h, mtp.attention, 0, positions, config)
+    return kv.write(0, start, k, v, live & (positions > 0))
