@@ -285,7 +285,7 @@ def test_scripted_windows_and_rollbacks_follow_the_golden_trace(name):
         assert int(kv.retained) == z["win_v"][i]
         trace = {k.removeprefix("win_"): v for k, v in z.items() if k.startswith("win_")}
         assert_list(trace, i, "", capacity, z["win_v"][i])
-        chunked = count > ROWS  # such windows keep everything
+        chunked = bool(count > ROWS)  # such windows keep everything
         run = _window_program(name, 64 if chunked else ROWS, chunked)
         rows = padded(tokens[:count], 64 if chunked else ROWS)
         hidden, recurrent, kv, complete = run(
