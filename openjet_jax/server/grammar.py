@@ -135,16 +135,15 @@ def grammar_of(request: ChatRequest, prompt: ChatPrompt) -> tuple[str, str] | No
     strict = any(function.strict for function in tools)
     if body is None and not (tools and (forced or single or strict)):
         return None
-    rules = _call_rules(tools) if tools else []
+    rules = _call_rules(tools, single=single) if tools else []
     if body is not None:
-        answer = "json | calls" if tools else "json"
+        answer = "json | opening calls" if tools else "json"
         rules.append(f"json: %json {body}")
     else:
-        answer = "calls" if forced else "text | lead calls"
-        rules += _text_rules()
-    if tools:
-        more = "" if single else f' ("\\n" call){{0,{_MAX_FORCED_CALLS - 1}}}'
-        rules.append(f"calls: call{more}")
+        answer = "opening calls" if forced else "text | lead calls"
+        # Text before a call ends with the call's own tag; text alone must not hold it.
+        rules.append(f"lead[lazy]: {_upto(CALL)}")
+        rules.append(f"text: TEXT\nTEXT: /(?s:.*)/ & ~/(?s:.*){_regex(CALL)}(?s:.*)/")
     if prompt.thinking:
         rules.append(f'start: think "\\n\\n" answer\nthink[lazy]: {_upto(END_THINK)}')
     else:
@@ -163,11 +162,14 @@ def _json_body(request: ChatRequest) -> str | None:
     return None
 
 
-def _call_rules(functions: Sequence[Function]) -> list[str]:
-    """Returns the rules of a call of any of some functions."""
+def _call_rules(functions: Sequence[Function], *, single: bool) -> list[str]:
+    """Returns the rules of calls of any of some functions, from behind the first opening tag on."""
     names = " | ".join(f"call{i}" for i in range(len(functions)))
+    more = "" if single else f' ("\\n" opening call){{0,{_MAX_FORCED_CALLS - 1}}}'
     rules = [
-        f"call: {_text(CALL + chr(10))} ({names}) {_text(f'</function>{chr(10)}{END_CALL}')}",
+        f"opening: {_text(CALL)}",
+        f'call: "\\n" ({names}) {_text(f"</function>{chr(10)}{END_CALL}")}',
+        f"calls: call{more}",
         f"value[lazy]: {_upto(chr(10) + '</parameter>' + chr(10))}",
     ]
     for i, function in enumerate(functions):
@@ -204,14 +206,6 @@ def _value(schema: Any, root: Mapping[str, Any]) -> str:
     if choices is None:
         return "value"
     return "(" + " | ".join(_text(choice + close) for choice in choices) + ")"
-
-
-def _text_rules() -> list[str]:
-    """Returns the rules of free text: alone without a call's tag, or up to one."""
-    return [
-        # The tag is the call's own: the text before it ends where it would begin.
-        f"text: TEXT\nlead: TEXT\nTEXT: /(?s:.*)/ & ~/(?s:.*){_regex(CALL)}(?s:.*)/",
-    ]
 
 
 def _upto(end: str) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -13,14 +14,19 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("llguidance")
 
+from openjet_jax.config import MAX_DEPTH
+from openjet_jax.engine import programs_for
 from openjet_jax.server.config import ServerConfig
 from openjet_jax.server.serve import server_of
+from openjet_jax.settings import SamplingKind
+
+CONTEXT = 1024
 
 
 @contextlib.contextmanager
 def running(model: oj.Model, **options) -> Iterator[str]:
     """Runs a server in a thread; yields its address."""
-    config = ServerConfig(port=0, name="tiny", context=1024, **options)
+    config = ServerConfig(port=0, name="tiny", context=CONTEXT, **options)
     server = server_of(model, config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -43,6 +49,22 @@ def model() -> oj.Model:
 
 
 @pytest.fixture(scope="session")
-def address(model: oj.Model) -> Iterator[str]:
-    with running(model, agents=3) as address:
+def ready_model(model: oj.Model) -> oj.Model:
+    """The model with its programs made ready, so that no client waits for a compiler."""
+    programs = programs_for(model, CONTEXT)
+    kinds = [SamplingKind(), SamplingKind(masked=True), SamplingKind(method="top_k")]
+    programs.prepare(
+        programs.start,
+        programs.take_checkpoint,
+        programs.rewind,
+        programs.fork,
+        *(partial(programs.prefill, rows) for rows in programs.decode.chunks),
+        *(partial(programs.cycles, kind, MAX_DEPTH) for kind in kinds),
+    )
+    return model
+
+
+@pytest.fixture(scope="session")
+def address(ready_model: oj.Model) -> Iterator[str]:
+    with running(ready_model, agents=3) as address:
         yield address

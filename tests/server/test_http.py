@@ -20,7 +20,7 @@ JSON = {"Content-Type": "application/json"}
 
 def ask(address, method, path, body=None, headers=JSON):
     where = urllib.parse.urlsplit(address)
-    connection = http.client.HTTPConnection(where.hostname, where.port, timeout=60)
+    connection = http.client.HTTPConnection(where.hostname, where.port, timeout=300)
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     connection.request(method, path, data, dict(headers))
     reply = connection.getresponse()
@@ -32,8 +32,8 @@ def ask(address, method, path, body=None, headers=JSON):
 
 
 @pytest.fixture(scope="module")
-def locked(model):
-    with running(model, agents=2, api_keys=KEYS, max_body_bytes=2048) as address:
+def locked(ready_model):
+    with running(ready_model, agents=2, api_keys=KEYS, max_body_bytes=2048) as address:
         yield address
 
 
@@ -149,7 +149,7 @@ def test_a_client_that_leaves_frees_its_place(address):
             time.sleep(0.02)
 
 
-def test_conversations_outlive_the_server_under_their_key_alone(model, tmp_path):
+def test_conversations_outlive_the_server_under_their_key_alone(ready_model, tmp_path):
     body = CHAT | {"messages": [{"role": "user", "content": "Remember this text. " * 4}]}
 
     def cached(address, key):
@@ -157,10 +157,10 @@ def test_conversations_outlive_the_server_under_their_key_alone(model, tmp_path)
         _, value = ask(address, "POST", "/v1/chat/completions", body, headers)
         return value["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-    with running(model, agents=2, api_keys=KEYS, session_dir=tmp_path) as address:
+    with running(ready_model, agents=2, api_keys=KEYS, session_dir=tmp_path) as address:
         assert cached(address, KEYS[0]) == 0
     assert len(list(tmp_path.iterdir())) == 1
-    with running(model, agents=2, api_keys=KEYS, session_dir=tmp_path) as address:
+    with running(ready_model, agents=2, api_keys=KEYS, session_dir=tmp_path) as address:
         assert cached(address, KEYS[1]) == 0
         assert cached(address, KEYS[0]) > 0
     assert len(list(tmp_path.iterdir())) == 2
