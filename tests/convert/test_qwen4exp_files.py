@@ -64,7 +64,10 @@ def test_experts_are_stacked_by_rows_and_the_table_is_a_file_of_packed_rows(conv
 
     config, weights = load_weights(target)
     assert isinstance(config, Qwen4ExpConfig) and isinstance(weights, Qwen4ExpWeights)
-    table, ids = values("per_layer_token_embd.weight"), np.asarray([0, 3, config.ngram_rows - 1])
+    table, ids = (
+        values("per_layer_token_embd.weight"),
+        np.asarray([0, 3, config.ngram_rows - 1], np.int64),
+    )
     assert np.array_equal(weights.ngrams.table.take(jnp.asarray(ids)), table[ids])
     plane = weights.ngrams.table.rows
     assert rows_path(target, "per_layer_token_embd").stat().st_size == plane.size

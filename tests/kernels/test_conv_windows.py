@@ -24,8 +24,9 @@ def copy(i: int, **changes) -> WindowCopy:
     return dataclasses.replace(plain, **changes)
 
 
-def found(copies, sizes=(3, 6), pending=()):
-    return separable_windows(HISTORY, INPUTS, JOINED, *sizes, copies, pending)
+def found(copies, sizes: tuple[int, int] = (3, 6), pending=()):
+    history_rows, input_rows = sizes
+    return separable_windows(HISTORY, INPUTS, JOINED, history_rows, input_rows, copies, pending)
 
 
 def test_windows_are_the_history_after_every_count_to_the_bit():

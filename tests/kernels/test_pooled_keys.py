@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +30,9 @@ BLOCKS = CAPACITY // POSITIONS
 class Rules:
     """The maintenance, each rule of it replaceable by a wrong one."""
 
-    update_list: object = ops.update_list
-    retained_after: object = ops.retained_after
-    mean_keys: object = ops.mean_keys
+    update_list: Callable = ops.update_list
+    retained_after: Callable = ops.retained_after
+    mean_keys: Callable = ops.mean_keys
     write_first: bool = True
     fill: str = "kept"
 
@@ -204,7 +205,11 @@ def test_one_program_serves_every_update_count():
 def block(number: int, cells: tuple[int, ...], **changes) -> Descriptor:
     start = number * POSITIONS
     plain = Descriptor(
-        stream=0, start=start, cells=cells, key_cell=cells[-1], positions=(start,) * 4
+        stream=0,
+        start=start,
+        cells=cells,
+        key_cell=cells[-1],
+        positions=(start, start, start, start),
     )
     return dataclasses.replace(plain, **changes)
 
