@@ -59,14 +59,14 @@ def test_an_answer_can_be_regenerated(page):
     page.evaluate(
         "[...document.querySelectorAll('button')].find(b => b.innerText == 'Regenerate').click()"
     )
-    page.wait_for("!running")
+    page.wait_for("!running && turns.length == 2")
     assert page.evaluate("turns.length") == 2 and page.evaluate("turns[1].text") == before
 
 
 def test_an_answer_can_be_stopped(page):
     page.evaluate("$('most').value = '900'; $('temperature').value = '2'")
     say(page, "Write a long text.")
-    page.wait_for("turns.at(-1).text.length > 20")
+    page.wait_for("turns.length == 4 && turns[3].text.length > 20")
     page.evaluate("$('form').requestSubmit()")
     page.wait_for("!running")
     assert "stopped" in shown(page, 3)
@@ -75,7 +75,7 @@ def test_an_answer_can_be_stopped(page):
 def test_markup_in_text_is_shown_as_text(page):
     page.evaluate("$('most').value = '1'; $('temperature').value = '0'")
     say(page, "<img src=x onerror='window.broken = 1'><b>bold</b>")
-    page.wait_for("!running")
+    page.wait_for("!running && turns.length == 6")
     assert page.evaluate("window.broken === undefined && !document.querySelector('.turn b')")
     assert "<b>bold</b>" in shown(page, 4)
 
