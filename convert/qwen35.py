@@ -7,7 +7,15 @@ from openjet_jax.convert.keys import Keys
 from openjet_jax.convert.layer_blocks import Blocks
 from openjet_jax.convert.layout import Layout
 from openjet_jax.convert.shared_keys import shared_sizes, tensor_sizes
-from openjet_jax.convert.tensor_names import Entry, ExpectedTensor, Part, expected, matrix, vector
+from openjet_jax.convert.tensor_names import (
+    DELTANET,
+    Entry,
+    ExpectedTensor,
+    Part,
+    expected,
+    matrix,
+    vector,
+)
 
 
 def _fused(entry: Entry, *before: str) -> Entry:
@@ -38,15 +46,7 @@ _ATTENTION = (
 )
 _DELTANET = (
     vector("attn_norm.weight", "norm", "hidden"),
-    matrix("attn_qkv.weight", "qkv", "channels", "hidden"),
-    matrix("attn_gate.weight", "gate", "values", "hidden"),
-    matrix("ssm_alpha.weight", "alpha", "value_heads", "hidden"),
-    matrix("ssm_beta.weight", "beta", "value_heads", "hidden"),
-    Entry(suffix="ssm_conv1d.weight", field="conv", axes=("channels", "taps"), kind="dense"),
-    vector("ssm_dt.bias", "dt_bias", "value_heads"),
-    vector("ssm_a", "decay", "value_heads"),
-    vector("ssm_norm.weight", "gate_norm", "gdn_width"),
-    matrix("ssm_out.weight", "out", "hidden", "values"),
+    *DELTANET,
 )
 _MTP = (
     vector("nextn.enorm.weight", "embed_norm", "hidden"),

@@ -8,7 +8,15 @@ from openjet_jax.convert.layer_blocks import Blocks
 from openjet_jax.convert.layout import Layout
 from openjet_jax.convert.ngram_keys import TABLE, read_ngrams
 from openjet_jax.convert.shared_keys import shared_sizes, tensor_sizes
-from openjet_jax.convert.tensor_names import Entry, ExpectedTensor, Part, expected, matrix, vector
+from openjet_jax.convert.tensor_names import (
+    DELTANET,
+    Entry,
+    ExpectedTensor,
+    Part,
+    expected,
+    matrix,
+    vector,
+)
 
 
 def _streams(prefix: str, inject: bool = True) -> tuple[Entry, ...]:
@@ -77,17 +85,6 @@ _INDEXER = (
     matrix("indexer.k_proj.weight", "k", "index_width", "hidden"),
     vector("indexer.q_norm.weight", "q_norm", "index_width"),
     vector("indexer.k_norm.weight", "k_norm", "index_width"),
-)
-_DELTANET = (
-    matrix("attn_qkv.weight", "qkv", "channels", "hidden"),
-    matrix("attn_gate.weight", "gate", "values", "hidden"),
-    matrix("ssm_alpha.weight", "alpha", "value_heads", "hidden"),
-    matrix("ssm_beta.weight", "beta", "value_heads", "hidden"),
-    Entry(suffix="ssm_conv1d.weight", field="conv", axes=("channels", "taps"), kind="dense"),
-    vector("ssm_dt.bias", "dt_bias", "value_heads"),
-    vector("ssm_a", "decay", "value_heads"),
-    vector("ssm_norm.weight", "gate_norm", "gdn_width"),
-    matrix("ssm_out.weight", "out", "hidden", "values"),
 )
 _MTP = (
     vector("nextn.enorm.weight", "embed_norm", "hidden"),
@@ -169,7 +166,7 @@ def expected_tensors(config: ModelConfig) -> tuple[ExpectedTensor, ...]:
     found += expected("", "ngrams", 0, _TABLE, sizes)
     slots = {"deltanet": 0, "attention": 0, "indexer": 0}
     for layer, recurrent in enumerate(config.recurrent):
-        tables = [("deltanet", _DELTANET)] if recurrent else [("attention", _ATTENTION)]
+        tables = [("deltanet", DELTANET)] if recurrent else [("attention", _ATTENTION)]
         if config.sparse[layer]:
             tables.append(("indexer", _INDEXER))
         for kind, entries in tables:

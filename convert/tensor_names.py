@@ -178,3 +178,17 @@ def missing(names: Mapping[str, object], prefix: str, entries: tuple[Entry, ...]
         and prefix + entry.suffix not in names
         and not (entry.part is not None and prefix + entry.part.name in names)
     ]
+
+
+DELTANET = (
+    matrix("attn_qkv.weight", "qkv", "channels", "hidden"),
+    matrix("attn_gate.weight", "gate", "values", "hidden"),
+    matrix("ssm_alpha.weight", "alpha", "value_heads", "hidden"),
+    matrix("ssm_beta.weight", "beta", "value_heads", "hidden"),
+    Entry(suffix="ssm_conv1d.weight", field="conv", axes=("channels", "taps"), kind="dense"),
+    vector("ssm_dt.bias", "dt_bias", "value_heads"),
+    vector("ssm_a", "decay", "value_heads"),
+    vector("ssm_norm.weight", "gate_norm", "gdn_width"),
+    matrix("ssm_out.weight", "out", "hidden", "values"),
+)
+"""A Gated DeltaNet layer's tensors, but for the norm before it, which is each model's own."""
