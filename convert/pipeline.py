@@ -31,6 +31,7 @@ from openjet_jax.checkpoint import (
     CheckpointConfig,
     PlaneEntry,
     TensorEntry,
+    default_destination,
     is_checkpoint,
     write_block,
     write_config,
@@ -103,16 +104,6 @@ def convert_gguf(
         provenance = {**planned.provenance, "files": files}
         write_config(partial, dataclasses.replace(planned, tensors=tensors, provenance=provenance))
     return target
-
-
-def default_destination(source: Path) -> Path:
-    """Returns `NAME` beside `NAME.gguf`, or beside the parts `NAME-00001-of-0000N.gguf`."""
-    stem = source.name.removesuffix(".gguf")
-    base, _, total = stem.rpartition("-of-")
-    first, _, number = base.rpartition("-")
-    if first and len(number) == len(total) == 5 and number.isdigit() and total.isdigit():
-        stem = first
-    return source.with_name(stem if stem != source.name else f"{stem}.checkpoint")
 
 
 def describe(model: ModelFile) -> CheckpointConfig:

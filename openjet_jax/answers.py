@@ -15,7 +15,7 @@ from openjet_jax.conversation import Conversation
 from openjet_jax.depth import DepthPolicy, parse_depth
 from openjet_jax.dispatches import check_stop_ids
 from openjet_jax.loading import Model
-from openjet_jax.sampling import initial_sampling_state
+from openjet_jax.sampling import check_bias
 from openjet_jax.settings import Sampling, SamplingKind
 from openjet_jax.stats import Stats
 from openjet_jax.stop_strings import StopMatcher
@@ -147,7 +147,7 @@ def answer_settings(
     config, sampling = model.config, sampling or Sampling()
     stops = () if ignore_eos else model.tokenizer.stop_ids if stop_ids is None else stop_ids
     check_stop_ids(stops, config.vocab)
-    initial_sampling_state(sampling, config.vocab, config.vocab_used)  # it checks logit_bias
+    check_bias(sampling, config.vocab_used)
     return AnswerSettings(
         sampling=sampling,
         depth=depth_policy(model, depth),

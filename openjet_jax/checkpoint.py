@@ -233,6 +233,16 @@ def write_config(directory: Path, config: CheckpointConfig) -> CheckpointConfig:
     return dataclasses.replace(config, hash=content["hash"])
 
 
+def default_destination(source: Path) -> Path:
+    """Returns `NAME` beside `NAME.gguf`, or beside the parts `NAME-00001-of-0000N.gguf`."""
+    stem = source.name.removesuffix(".gguf")
+    base, _, total = stem.rpartition("-of-")
+    first, _, number = base.rpartition("-")
+    if first and len(number) == len(total) == 5 and number.isdigit() and total.isdigit():
+        stem = first
+    return source.with_name(stem if stem != source.name else f"{stem}.checkpoint")
+
+
 def is_checkpoint(directory: Path) -> bool:
     """Returns whether a directory claims to be a checkpoint, of any version and in any state."""
     try:

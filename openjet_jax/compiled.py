@@ -205,13 +205,9 @@ class Programs:
 
     def _make(self, name: str, function, args: tuple, out, donate) -> tuple[Executable, bool]:
         key = self._key(name, (args, out), donate)
-        payload = self.store.read(key)
-        if payload is not None:
-            trees = jax.tree.structure((args, {})), jax.tree.structure(out)
-            try:
-                return serialize_executable.deserialize_and_load(payload, *trees), False
-            except Exception as error:  # whatever a stale payload raises, the way out is the same
-                say(f"{name}: the stored program does not load ({error}); compiling again")
+        stored = self.store.load(key)
+        if stored is not None:
+            return stored.finish(jax.tree.structure((args, {})), jax.tree.structure(out)), False
 
         def program(*args):
             return function(*args)

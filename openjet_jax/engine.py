@@ -42,7 +42,7 @@ def programs_for(model: Model, context: int | None = None, kv_dtype: str | None 
         kv_dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     decode = DecodeConfig(context=context, kv_dtype=kv_dtype)
     if decode not in model.programs:
-        model.programs[decode] = Programs(model.config, decode, model.weights)
+        model.programs[decode] = Programs(model.config, decode, model.weights, model.store)
     return model.programs[decode]
 
 

@@ -18,13 +18,14 @@ from openjet_jax.checkpoint import (
     TEMPLATE_FILE,
     CheckpointConfig,
     CheckpointError,
+    default_destination,
     is_checkpoint,
     read_config,
 )
 from openjet_jax.config import DecodeConfig, ModelConfig
 from openjet_jax.draft_list import DraftList, DraftVocab, chosen_list
 from openjet_jax.draft_vocabulary import with_draft_head
-from openjet_jax.program_store import cache_directory
+from openjet_jax.program_store import ProgramStore, cache_directory
 from openjet_jax.stacks import load_weights
 from openjet_jax.tiling import resolve_backend, tiled_weights
 from openjet_jax.tokenizer import Tokenizer
@@ -50,6 +51,7 @@ class Model:
       hash: SHA-256 that names the checkpoint.
       directory: of the checkpoint.
       backend: "mosaic" or "reference".
+      store: where its programs are kept.
       draft: the tokens it drafts over, or None where it has no MTP block.
       programs: compiled programs by the shapes they are for.
     """
@@ -63,6 +65,7 @@ class Model:
     hash: str
     directory: Path
     backend: str
+    store: ProgramStore
     draft: DraftList | None = None
     programs: dict[DecodeConfig, Any] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -114,6 +117,7 @@ def load(
     backend = resolve_backend(backend)
     directory = checkpoint_of(name)
     config = read_config(directory)
+    store = ProgramStore(cache_directory() / "programs", f"{config.hash}-{backend}")
     tokenizer = _saved_tokenizer(directory)
     draft = None
     if config.model.has_mtp:
@@ -140,6 +144,7 @@ def load(
         hash=config.hash,
         directory=directory,
         backend=backend,
+        store=store,
         draft=draft,
     )
 
@@ -223,8 +228,6 @@ def checkpoint_of(name: str | os.PathLike[str]) -> Path:
     path = located(name)
     if path.is_dir():
         return path
-    from openjet_jax.convert.pipeline import convert_gguf, default_destination
-
     bundled = path == _TINY_FILE
     target = _cached(path) if bundled else default_destination(path)
     if not bundled and not target.exists() and not os.access(path.parent, os.W_OK):
@@ -235,6 +238,8 @@ def checkpoint_of(name: str | os.PathLike[str]) -> Path:
                 f"{target} is in the way of a checkpoint of {path.name}; move it, or convert to "
                 "another directory with `openjet-jax convert -o` and load that"
             )
+        from openjet_jax.convert.pipeline import convert_gguf
+
         again = " again: the file or the format has changed" if state == "stale" else ""
         print(f"openjet-jax: converting {path.name} to {target}{again}", file=sys.stderr)
         # It exists now if another process was making it.

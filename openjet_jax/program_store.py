@@ -7,14 +7,23 @@ SHA-256 is checked first, and programs never live inside a checkpoint that peopl
 import functools
 import hashlib
 import importlib.metadata
+import io
+import json
 import os
 import pathlib
 import platform
 import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
+from jax.experimental import serialize_executable
 
 PACKAGES = ("openjet_jax", "pallas_kernels")
+
+MAX_RECENT = 4
+"""Programs that are remembered as those a process needs first: start, prefill, cycles."""
 
 
 def cache_directory() -> pathlib.Path:
@@ -63,6 +72,28 @@ def environment() -> dict[str, str]:
     }
 
 
+class StoredProgram:
+    """A program loaded from its payload, which has no tree structures yet.
+
+    `serialize_executable.deserialize_and_load` in two steps: the first costs the time, the second
+    needs to know the arguments.
+    """
+
+    def __init__(self, payload: bytes):
+        """Loads the machine code onto the default device."""
+        file, client = io.BytesIO(payload), jax.devices()[0].client
+        unpickled = serialize_executable._JaxPjrtUnpickler(file, client).load()
+        unloaded, self._args_info, self._no_kwargs = unpickled
+        self._executable = unloaded.load()
+
+    def finish(self, in_tree: Any, out_tree: Any) -> jax.stages.Compiled:
+        """Returns the program with the structures of `(args, kwargs)` and of its result."""
+        args_info = in_tree.unflatten(self._args_info)
+        return jax.stages.Compiled(
+            self._executable, [], args_info, out_tree, no_kwargs=self._no_kwargs
+        )
+
+
 class ProgramStore:
     """Serialised executables by key, in a private directory.
 
@@ -70,18 +101,69 @@ class ProgramStore:
       directory: where the files are; None keeps nothing.
     """
 
-    def __init__(self, directory: pathlib.Path | None):
-        """Makes the directory, readable by its owner alone."""
+    def __init__(self, directory: pathlib.Path | None, model: str | None = None):
+        """Makes the directory, readable by its owner alone.
+
+        Args:
+          directory: where the files are; None keeps nothing.
+          model: a name that is good in a file's. The programs that the last process with this name
+            needed first are loaded at once, beside whatever the caller does next.
+        """
         self.directory = directory
+        self._recent = directory / f"{model}.recent" if directory and model else None
+        self._ahead: dict[str, Future[StoredProgram | None]] = {}
+        self._used: list[str] = []
+        self._lock = threading.Lock()
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             directory.chmod(0o700)
+            self._load_ahead()
 
     def path(self, key: str) -> pathlib.Path | None:
         """Returns the file of a key, whether it exists or not."""
         return self.directory / f"{key}.program" if self.directory else None
 
-    def read(self, key: str) -> bytes | None:
+    def load(self, key: str) -> StoredProgram | None:
+        """Returns a stored program, or None where there is none; says so if it is damaged."""
+        self._remember(key)
+        ahead = self._ahead.pop(key, None)
+        return self._load(key) if ahead is None else ahead.result()
+
+    def _load(self, key: str) -> StoredProgram | None:
+        payload = self._read(key)
+        if payload is None:
+            return None
+        try:
+            return StoredProgram(payload)
+        except Exception as error:  # whatever a stale payload raises, the way out is the same
+            say(f"{key}.program: it does not load ({error}); compiling again")
+            return None
+
+    def _load_ahead(self) -> None:
+        if not (keys := self._recall()):
+            return
+        pool = ThreadPoolExecutor(thread_name_prefix="programs")
+        self._ahead = {key: pool.submit(self._load, key) for key in keys}
+        pool.shutdown(wait=False)
+
+    def _recall(self) -> list[str]:
+        """Returns the keys that the last process needed first; a file of anything else is void."""
+        try:
+            keys = json.loads(self._recent.read_text()) if self._recent else []
+        except (OSError, ValueError):
+            return []
+        named = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
+        return keys[:MAX_RECENT] if named and all(key.isalnum() for key in keys) else []
+
+    def _remember(self, key: str) -> None:
+        with self._lock:
+            if self._recent is None or len(self._used) == MAX_RECENT or key in self._used:
+                return
+            self._used.append(key)
+            if not set(self._used) <= set(self._recall()):
+                _replace(self._recent, json.dumps(self._used).encode())
+
+    def _read(self, key: str) -> bytes | None:
         """Returns a stored payload, or None where there is none; says so if it is damaged."""
         path = self.path(key)
         if path is None or not path.exists():
@@ -98,9 +180,14 @@ class ProgramStore:
         path = self.path(key)
         if path is None:
             return
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_bytes(hashlib.sha256(payload).digest() + payload)
-        partial.replace(path)
+        _replace(path, hashlib.sha256(payload).digest() + payload)
+
+
+def _replace(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file, atomically."""
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(content)
+    partial.replace(path)
 
 
 def say(line: str) -> None:

@@ -44,6 +44,13 @@ class SamplingState(eqx.Module):
     counts: Int[Array, " vocab"]
 
 
+def check_bias(sampling: Sampling, vocab_used: int) -> None:
+    """Raises ValueError if a token with a bias is padding or not in the vocabulary."""
+    for token, _ in sampling.bias:
+        if token >= vocab_used:
+            raise ValueError(f"logit_bias: token {token} must be below {vocab_used=}; remove it")
+
+
 def initial_sampling_state(
     sampling: Sampling,
     vocab: int,
@@ -63,10 +70,9 @@ def initial_sampling_state(
     Raises:
       ValueError: if a token with a bias is padding or not in the vocabulary.
     """
+    check_bias(sampling, vocab_used)
     bias = np.zeros(vocab, np.float32)
     for token, value in sampling.bias:
-        if token >= vocab_used:
-            raise ValueError(f"logit_bias: token {token} must be below {vocab_used=}; remove it")
         bias[token] = value
     prompt_seen = np.zeros(vocab, bool)
     prompt_seen[np.asarray(prompt, np.int64)] = True
@@ -84,7 +90,7 @@ def initial_sampling_state(
         "prompt_seen": prompt_seen,
         "counts": np.bincount(np.asarray(output, np.int64), minlength=vocab).astype(np.int32),
     }
-    return SamplingState(**{name: jnp.asarray(value) for name, value in arrays.items()})
+    return SamplingState(**jax.device_put(arrays))
 
 
 def observe(

@@ -19,10 +19,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from openjet_jax.checkpoint import CheckpointConfig, TensorEntry, read_config
+from openjet_jax.checkpoint import (
+    CheckpointConfig,
+    TensorEntry,
+    default_destination,
+    read_config,
+)
 from openjet_jax.convert import pipeline, publication
 from openjet_jax.convert.gguf import GGUFError
-from openjet_jax.convert.pipeline import convert_gguf, default_destination
+from openjet_jax.convert.pipeline import convert_gguf
 from openjet_jax.convert.publication import published_directory
 from openjet_jax.stacks import load_weights
 from openjet_jax.weights import Packed, Qwen35Weights, Weights

@@ -120,6 +120,46 @@ def test_a_program_of_another_environment_is_not_used(model, store, fact, monkey
     assert programs.num_compiled == 1
 
 
+def test_programs_that_the_last_process_needed_first_are_loaded_ahead(model, tmp_path):
+    def run() -> tuple[list[int], list[str], int]:
+        store = ProgramStore(tmp_path, "name")
+        loading = sorted(store._ahead)
+        programs = Programs(model.config, DECODE, model.weights, store)
+        conversation = Conversation(model.weights, programs)
+        conversation.read(model.answers["tokens"].tolist())
+        bursts = list(conversation.run(Sampling(), parse_depth(0), max_new_tokens=8))
+        assert not store._ahead  # each was asked for
+        ids = [token for burst in bursts for token in burst.token_ids]
+        return ids, loading, programs.num_compiled
+
+    ids, ahead, compiled_first = run()
+    assert (ahead, compiled_first) == ([], 3)
+    again, ahead, compiled_then = run()
+    assert again == ids and compiled_then == 0
+    assert ahead == sorted(path.stem for path in tmp_path.glob("*.program"))
+    assert not ProgramStore(tmp_path, "other")._ahead
+
+
+@pytest.mark.parametrize("content", ["", "{", "7", "[1]", '["../../etc/passwd"]', '["0", "1"]'])
+def test_a_damaged_list_of_recent_programs_does_no_harm(model, tmp_path, content, capsys):
+    (tmp_path / "name.recent").write_text(content)
+    store = ProgramStore(tmp_path, "name")
+    programs = Programs(model.config, DECODE, model.weights, store)
+    assert int(programs.start()().length) == 0
+    assert programs.num_compiled == 1
+    assert len(ProgramStore(tmp_path, "name")._ahead) == 1
+
+
+def test_a_damaged_program_loaded_ahead_is_compiled_again(model, tmp_path, capsys):
+    Programs(model.config, DECODE, model.weights, ProgramStore(tmp_path, "name")).start()
+    (path,) = tmp_path.glob("*.program")
+    path.write_bytes(path.read_bytes()[:-1])
+    programs = Programs(model.config, DECODE, model.weights, ProgramStore(tmp_path, "name"))
+    programs.start()
+    assert programs.num_compiled == 1
+    assert capsys.readouterr().err.count("compiling again") == 1
+
+
 def test_a_program_of_other_shapes_is_not_used(model, store):
     Programs(model.config, DECODE, model.weights, store).start()
     other = dataclasses.replace(DECODE, context=600)
