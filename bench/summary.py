@@ -118,11 +118,15 @@ COLUMNS = ("figure", "value", "must", "aim", "share of limit", "peer", "measured
 
 def _row(figure: dict[str, Any]) -> dict[str, str]:
     share = figure["share_of_limit"]
+    if figure["unit"].startswith("%"):  # the value itself
+        share = None
+    least = "≥ " if figure["better"] == "higher" else "≤ "
+    must, aim = (figure[name] for name in ("must", "aim"))
     cells = (
         figure["name"],
         f"{_number(figure['value'])} {figure['unit']}",
-        _number(figure["must"]),
-        _number(figure["aim"]),
+        "" if must is None else least + _number(must),
+        "" if aim is None else least + _number(aim),
         "" if share is None else f"{share:.0%}",
         _number(figure["peer"]),
         f"`{figure['script']}`",

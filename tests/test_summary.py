@@ -63,7 +63,7 @@ def test_the_table_shows_bounded_figures_by_device_and_leaves_empty_columns_out(
     heading, _, columns, _, *rows = table(tmp_path).splitlines()
     assert heading == "**cpu**"
     assert columns == "| figure | value | must | share of limit | peer | measured by |"
-    assert rows == ["| decode | 12.5 tok/s | 10 | 50% | 11 | `bench/decode.py` |"]
+    assert rows == ["| decode | 12.5 tok/s | ≥ 10 | 50% | 11 | `bench/decode.py` |"]
 
 
 def test_a_document_keeps_everything_outside_its_markers():
