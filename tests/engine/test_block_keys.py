@@ -54,6 +54,8 @@ from pallas_kernels import pooled_keys
 from pallas_kernels.pooled_keys import POSITIONS, update_list
 
 BOUND = 2e-5
+pytestmark = pytest.mark.xdist_group("block keys")  # they share a program
+
 CYCLE = importlib.import_module("openjet_jax.cycle")  # the package has a function `cycle`
 
 
