@@ -82,6 +82,8 @@ class Architecture(Protocol):
         kv: Any,
         weights: Any,
         config: Any,
+        *,
+        continues: Bool[Array, ""] | None = None,
     ) -> tuple[Float[Array, "rows width"], KVCache]:
         """Returns output rows, which the next draft is made from, and the block's cache.
 
@@ -93,6 +95,8 @@ class Architecture(Protocol):
           kv: the block's cache.
           weights: the model; its MTP block must be there.
           config: its sizes.
+          continues: whether this drafts on from the last call's newest row; None where the rows
+            are known.
         """
         ...
 

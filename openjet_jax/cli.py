@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--context", type=int, default=4096, help="positions to plan for")
     sub.add_argument("--kv-dtype", default="bfloat16", help="format of the key-value cache")
     sub.add_argument("--json", action="store_true", help="print JSON")
+    sub.add_argument("--verify", action="store_true", help="read and check every byte of weights")
 
     sub = command("generate", _generate, "generate text from a prompt")
     add_model(sub)
@@ -127,7 +128,7 @@ def _convert(args: argparse.Namespace) -> None:
 def _inspect(args: argparse.Namespace) -> None:
     from openjet_jax.inspection import inspect, render
 
-    facts = inspect(args.model, context=args.context, kv_dtype=args.kv_dtype)
+    facts = inspect(args.model, context=args.context, kv_dtype=args.kv_dtype, verify=args.verify)
     print(json.dumps(facts, indent=1) if args.json else render(facts))
 
 

@@ -138,6 +138,14 @@ BLOCK_POSITIONS = 4
 """Positions whose index keys are pooled into one block key."""
 
 
+MTP_READINGS = {
+    "mtp_norm": ("joint", "stream"),
+    "mtp_position": ("token", "hidden"),
+    "mtp_selection": ("step", "first"),
+}
+"""How implementations differ in reading the MTP block of qwen4exp; the first is the default."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen4ExpConfig(ModelConfig):
     """A qwen4exp model: residual streams, experts, n-gram embeddings, sparse attention.
@@ -161,7 +169,11 @@ class Qwen4ExpConfig(ModelConfig):
       ngram_sizes, ngram_offsets: rows of each hash, and where they begin in the table.
       ngram_rows: rows of the table.
       mtp_norm: what the norm of the MTP block's hidden input runs over: "joint", all streams
-        together, or "stream", each by itself. It changes acceptance, never text.
+        together, or "stream", each by itself.
+      mtp_position: position in the MTP block of a token and the streams before it: the "token"'s
+        own, or that of the streams, "hidden".
+      mtp_selection: which blocks a draft attends to: those that every "step" selects, or those of
+        the "first" draft of a cycle. Without `mtp_sparse`, all. None of these three changes text.
     """
 
     architecture: ClassVar[str] = "qwen4exp"
@@ -187,6 +199,8 @@ class Qwen4ExpConfig(ModelConfig):
     ngram_offsets: tuple[int, ...]
     ngram_rows: int
     mtp_norm: str = "joint"
+    mtp_position: str = "token"
+    mtp_selection: str = "step"
 
     def __post_init__(self):
         """Checks every field against the others; raises ValueError naming the first that is off."""
@@ -215,8 +229,9 @@ class Qwen4ExpConfig(ModelConfig):
             raise ValueError(f"{self.ngram_sizes=} must lie in a table of {self.ngram_rows=}")
         if max(self.ngram_multipliers) * (self.vocab - 1) >= 2**63:
             raise ValueError(f"{self.ngram_multipliers=} overflow with {self.vocab=}")
-        if self.mtp_norm not in ("joint", "stream"):
-            raise ValueError(f"{self.mtp_norm=} must be 'joint' or 'stream'")
+        for name, choices in MTP_READINGS.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {choices}")
 
     @property
     def ffn_width(self) -> int:

@@ -163,7 +163,7 @@ def _draft(
     def step(i, carry):
         tokens, hidden, start, newest, drafts, kv = carry
         live = row < newest + jnp.minimum(depth, 1)
-        out, kv = model.mtp_block(tokens, hidden, start, live, kv, weights, config)
+        out, kv = model.mtp_block(tokens, hidden, start, live, kv, weights, config, continues=i > 0)
         out = lax.dynamic_index_in_dim(out, newest, keepdims=False)
         with jax.named_scope("draft_head"):
             features = model.mtp_features(weights, config, out[None])

@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from openjet_jax import leaf_files
 from openjet_jax.checkpoint import CheckpointConfig
 from openjet_jax.config import DecodeConfig
 from openjet_jax.loading import contents, located
@@ -17,17 +18,22 @@ from openjet_jax.memory import memory_plan
 
 
 def inspect(
-    name: str | os.PathLike[str], *, context: int = 4096, kv_dtype: str = "bfloat16"
+    name: str | os.PathLike[str],
+    *,
+    context: int = 4096,
+    kv_dtype: str = "bfloat16",
+    verify: bool = False,
 ) -> dict[str, Any]:
     """Returns the facts about a model as JSON values; sizes are in bytes.
 
     Args:
-      name: a checkpoint, a .gguf file, or `tiny`; no weights are read.
+      name: a checkpoint, a .gguf file, or `tiny`; no weights are read but to verify them.
       context: positions to plan memory for.
       kv_dtype: format of the key-value cache.
+      verify: whether all weights of a checkpoint are read and checked; a .gguf has no checksums.
 
     Raises:
-      ValueError: the model or a setting is not valid.
+      ValueError: the model or a setting is not valid, or weights are not as they were written.
     """
     path, config = located(name), contents(name)
     decode = DecodeConfig(context=context, kv_dtype=kv_dtype)
@@ -35,11 +41,16 @@ def inspect(
         raise ValueError(
             f"{context=} is more than the {config.model.context} positions the model knows"
         )
+    if verify and not path.is_dir():
+        raise ValueError(
+            f"{path} has no checksums to verify; convert it, and verify the checkpoint"
+        )
     plan = memory_plan(config.model, config.tensors, decode)
     return {
         "path": str(path),
         "kind": "checkpoint" if path.is_dir() else "gguf",
         "hash": config.hash or None,
+        "verified_bytes": leaf_files.verify(path) if verify else None,
         "model": dataclasses.asdict(config.model),
         "parameters": config.num_parameters,
         "facts": config.provenance["facts"],
@@ -113,6 +124,8 @@ def _sections(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
         "\n", ("memory", "bold"), f" for {memory['context']:,} positions, {memory['kv_dtype']} KV"
     )
     yield _table(("what", "size"), _memory_rows(memory))
+    if facts["verified_bytes"] is not None:
+        yield Text(f"verified: {_size(facts['verified_bytes'])} of weights are as written")
     for note in facts["notes"]:
         yield Text(f"note: {note}")
 

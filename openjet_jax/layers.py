@@ -10,7 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from openjet_jax.config import ModelConfig
-from openjet_jax.weights import AttentionWeights, DeltaNetWeights, FeedForwardWeights, project
+from openjet_jax.weights import (
+    AttentionWeights,
+    DeltaNetWeights,
+    FeedForwardWeights,
+    Weights,
+    project,
+)
 from pallas_kernels.delta_rule import Rows
 
 
@@ -43,6 +49,15 @@ def rotate(
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
     left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin, rest], -1)
+
+
+def draft_embedding(
+    tokens: Int[Array, " rows"], weights: Weights, eps: float
+) -> Float[Array, "rows hidden"]:
+    """Returns normed embeddings as the MTP block takes them: its own, else the trunk's."""
+    assert weights.mtp is not None
+    embedding = weights.embedding if weights.mtp.embedding is None else weights.mtp.embedding
+    return rms_norm(embedding.rows(tokens), weights.mtp.embed_norm, eps)
 
 
 def feed_forward(

@@ -16,19 +16,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from openjet_jax.attention_layers import Window, attention, attention_fill, window
 from openjet_jax.config import DecodeConfig, Qwen35Config
 from openjet_jax.deltanet import deltanet
 from openjet_jax.layer_loop import run_layers
-from openjet_jax.layers import (
-    attention_inputs,
-    attention_output,
-    feed_forward,
-    keys_and_values,
-    rms_norm,
-)
+from openjet_jax.layers import draft_embedding, feed_forward, rms_norm
 from openjet_jax.state import KVCache, RecurrentState, kv_cache, recurrent_state
 from openjet_jax.weights import Qwen35MtpWeights, Qwen35Weights, project
-from pallas_kernels.attention import attention_reference
 
 type Caches = tuple[RecurrentState, KVCache]
 
@@ -59,17 +53,8 @@ def trunk(
     chunked: bool,
 ) -> tuple[Float[Array, "rows hidden"], Caches]:
     """Returns the trunk's output rows, after the final norm, and the caches."""
-    rows = tokens.shape[0]
-    live = jnp.arange(rows) < num_live
-    positions = jnp.where(live, start + jnp.arange(rows), -1)
+    at = window(start, jnp.arange(tokens.shape[0]) < num_live)
     kinds = tuple("deltanet" if recurrent else "attention" for recurrent in config.recurrent)
-
-    def attention(h, i, kv: KVCache):
-        assert weights.attention is not None
-        q, gate, k, v = attention_inputs(h, weights.attention, i, positions, config)
-        kv = kv.write(i, start, k, v, live)
-        out = attention_reference(q, kv.k[i], kv.v[i], positions, start + num_live)
-        return attention_output(out, gate, weights.attention, i), kv
 
     def layer(kind, layer, i, carry):
         x, recurrent, kv = carry
@@ -88,7 +73,7 @@ def trunk(
                 chunked=chunked,
             )
         else:
-            y, kv = attention(h, i, kv)
+            y, kv = attention(h, i, kv, weights.attention, at, config)
         x = x + y
         with jax.named_scope("feed_forward"):
             x = x + feed_forward(x, weights.ffn, layer, config.eps)
@@ -112,20 +97,24 @@ def features(
 mtp_features = features
 
 
-def _join(
+def _inputs(
     tokens: Int[Array, " rows"],
     hidden: Float[Array, "rows hidden"],
     weights: Qwen35Weights,
-    mtp: Qwen35MtpWeights,
-    eps: float,
-) -> Float[Array, "rows hidden"]:
-    """Returns the block's residual stream: embedding and hidden row, normed and projected."""
-    embedding = weights.embedding if mtp.embedding is None else mtp.embedding
-    both = [
-        rms_norm(embedding.rows(tokens), mtp.embed_norm, eps),
-        rms_norm(hidden, mtp.hidden_norm, eps),
-    ]
-    return project(jnp.concatenate(both, -1), mtp.join)
+    config: Qwen35Config,
+) -> tuple[Qwen35MtpWeights, Float[Array, "rows hidden"], Float[Array, "rows hidden"]]:
+    """Returns the block, its residual stream (from embedding and hidden row), and that normed."""
+    mtp = weights.mtp
+    assert mtp is not None and mtp.attention.norm is not None
+    embedded = draft_embedding(tokens, weights, config.eps)
+    both = jnp.concatenate([embedded, rms_norm(hidden, mtp.hidden_norm, config.eps)], -1)
+    y = project(both, mtp.join)
+    return mtp, y, rms_norm(y, mtp.attention.norm[0], config.eps)
+
+
+def _window(start: Int[Array, ""], live: Bool[Array, " rows"]) -> Window:
+    """Returns the window of the block's cache, which has no entry of position 0."""
+    return window(start, live, first=1)
 
 
 def mtp_block(
@@ -136,17 +125,14 @@ def mtp_block(
     kv: KVCache,
     weights: Qwen35Weights,
     config: Qwen35Config,
+    *,
+    continues: Bool[Array, ""] | None = None,
 ) -> tuple[Float[Array, "rows hidden"], KVCache]:
     """Returns the block's normed output rows, and its cache."""
-    mtp = weights.mtp
-    assert mtp is not None and mtp.attention.norm is not None
-    positions = jnp.where(live, start + jnp.arange(tokens.shape[0]), -1)
-    y = _join(tokens, hidden, weights, mtp, config.eps)
-    h = rms_norm(y, mtp.attention.norm[0], config.eps)
-    q, gate, k, v = attention_inputs(h, mtp.attention, 0, positions, config)
-    kv = kv.write(0, start, k, v, live & (positions > 0))
-    out = attention_reference(q, kv.k[0], kv.v[0], positions, jnp.max(positions) + 1, first=1)
-    y = y + attention_output(out, gate, mtp.attention, 0)
+    del continues
+    mtp, y, h = _inputs(tokens, hidden, weights, config)
+    out, kv = attention(h, 0, kv, mtp.attention, _window(start, live), config)
+    y = y + out
     y = y + feed_forward(y, mtp.ffn, 0, config.eps)
     return rms_norm(y, mtp.head_norm, config.eps), kv
 
@@ -161,10 +147,5 @@ def mtp_fill(
     config: Qwen35Config,
 ) -> KVCache:
     """Returns the block's cache with entries for the live rows, outputs not computed."""
-    mtp = weights.mtp
-    assert mtp is not None and mtp.attention.norm is not None
-    positions = jnp.where(live, start + jnp.arange(tokens.shape[0]), -1)
-    y = _join(tokens, hidden, weights, mtp, config.eps)
-    h = rms_norm(y, mtp.attention.norm[0], config.eps)
-    k, v = keys_and_values(h, mtp.attention, 0, positions, config)
-    return kv.write(0, start, k, v, live & (positions > 0))
+    mtp, _, h = _inputs(tokens, hidden, weights, config)
+    return attention_fill(h, 0, kv, mtp.attention, _window(start, live), config)

@@ -19,26 +19,31 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from openjet_jax.attention_layers import (
+    Attend,
+    Window,
+    attend_to_all,
+    attention,
+    attention_fill,
+    window,
+)
 from openjet_jax.config import DecodeConfig, Qwen4ExpConfig
 from openjet_jax.deltanet import deltanet
 from openjet_jax.experts import experts
 from openjet_jax.layer_loop import run_layers
-from openjet_jax.layers import attention_inputs, attention_output, keys_and_values, rms_norm
+from openjet_jax.layers import draft_embedding, rms_norm
 from openjet_jax.ngrams import NgramState, add_ngrams, embed_ngrams, ngram_state
-from openjet_jax.qwen4exp_weights import IndexerWeights, Qwen4ExpWeights
+from openjet_jax.qwen4exp_weights import IndexerWeights, Qwen4ExpMtpWeights, Qwen4ExpWeights
 from openjet_jax.sparse_attention import (
     SparseCache,
-    Window,
     after_window,
     attend_sparse,
     index,
     sparse_cache,
-    window,
 )
 from openjet_jax.state import KVCache
 from openjet_jax.streams import add_to_streams, mix, stream_norm
-from openjet_jax.weights import AttentionWeights, project
-from pallas_kernels.attention import attention_reference
+from openjet_jax.weights import project
 
 type Caches = tuple[NgramState, KVCache]
 
@@ -51,7 +56,8 @@ def initial_caches(config: Qwen4ExpConfig, decode: DecodeConfig) -> Caches:
 
 def initial_mtp_cache(config: Qwen4ExpConfig, decode: DecodeConfig) -> KVCache:
     """Returns the empty cache of the MTP block."""
-    return sparse_cache(config, decode, 1, int(config.mtp_sparse))
+    once = config.mtp_selection == "first"
+    return sparse_cache(config, decode, 1, int(config.mtp_sparse), choose_once=once)
 
 
 def hidden_width(config: Qwen4ExpConfig) -> int:
@@ -59,37 +65,30 @@ def hidden_width(config: Qwen4ExpConfig) -> int:
     return config.width
 
 
-def _attention(
+def _attend(
     h: Float[Array, "rows hidden"],
-    layers: tuple,
-    kv: KVCache,
-    weights: AttentionWeights | None,
+    sparse: Int[Array, ""] | int | None,
     indexer: IndexerWeights | None,
-    at: Window,
     config: Qwen4ExpConfig,
-) -> tuple[Float[Array, "rows hidden"], KVCache]:
-    """Returns the layer's output rows, and the cache with the window's rows.
+    continues: Bool[Array, ""] | None = None,
+) -> Attend:
+    """Returns how a layer attends: sparsely, or to all where it is no sparse layer.
 
     Args:
       h: the layer's input.
-      layers: index among the attention layers, and among the sparse ones; None for a dense layer.
-      kv: the cache.
-      weights: of all attention layers.
-      indexer: of all sparse ones.
-      at: the window.
+      sparse: index among the sparse layers, None for another.
+      indexer: of all sparse layers.
       config: the model's sizes.
+      continues: whether the rows draft on from those of the last call.
     """
-    assert weights is not None
-    i, sparse = layers
-    q, gate, k, v = attention_inputs(h, weights, i, at.positions, config)
-    kv = kv.write(i, at.start, k, v, at.live)
     if sparse is None:
-        out = attention_reference(q, kv.k[i], kv.v[i], at.positions, at.end)
-    else:
-        assert isinstance(kv, SparseCache)
+        return attend_to_all
+
+    def attend(q, kv, layer, at: Window):
         kv = index(h, sparse, kv, indexer, at, config)
-        out = attend_sparse(q, h, layers, kv, indexer, at, config)
-    return attention_output(out, gate, weights, i), kv
+        return attend_sparse(q, h, (layer, sparse), kv, indexer, at, config, continues)
+
+    return attend
 
 
 def trunk(
@@ -104,8 +103,7 @@ def trunk(
 ) -> tuple[Float[Array, "rows width"], Caches]:
     """Returns the residual streams of every row before the final mix, and the caches."""
     recurrent, kv = caches
-    live = jnp.arange(tokens.shape[0]) < num_live
-    at = window(start, live, kv)
+    at = window(start, jnp.arange(tokens.shape[0]) < num_live)
     kinds = tuple(
         "deltanet" if recurrent else "sparse" if sparse else "attention"
         for recurrent, sparse in zip(config.recurrent, config.sparse, strict=True)
@@ -144,12 +142,12 @@ def trunk(
                 chunked=chunked,
             )
         else:
-            layers = (place[layer], i if kind == "sparse" else None)
-            y, kv = _attention(h, layers, kv, weights.attention, weights.indexer, at, config)
+            attend = _attend(h, i if kind == "sparse" else None, weights.indexer, config)
+            y, kv = attention(h, place[layer], kv, weights.attention, at, config, attend)
         x = add_to_streams(x, iota, y)
         with jax.named_scope("experts"):
             h, iota = mix(x, weights.ffn_streams, layer, config)
-            x = add_to_streams(x, iota, experts(h, live, weights.experts, layer, config))
+            x = add_to_streams(x, iota, experts(h, at.live, weights.experts, layer, config))
         return x, recurrent, kv
 
     x = jnp.tile(weights.embedding.rows(tokens), (1, config.streams))
@@ -174,25 +172,29 @@ def mtp_features(
     return mix(hidden, weights.mtp.final, 0, config)[0]
 
 
-def _join(
+def _inputs(
     tokens: Int[Array, " rows"],
     hidden: Float[Array, "rows width"],
+    start: Int[Array, ""],
+    live: Bool[Array, " rows"],
     weights: Qwen4ExpWeights,
     config: Qwen4ExpConfig,
-) -> Float[Array, "rows width"]:
-    """Returns the block's streams: each from the token's embedding and its own hidden stream."""
+) -> tuple[Qwen4ExpMtpWeights, Float[Array, "rows width"], Window]:
+    """Returns the block, its streams, and where in its cache the rows go.
+
+    Each stream comes from the token's embedding and its own hidden stream.
+    """
     mtp = weights.mtp
     assert mtp is not None
-    embedding = weights.embedding if mtp.embedding is None else mtp.embedding
-    embedded = rms_norm(embedding.rows(tokens), mtp.embed_norm, config.eps)
     shape = (tokens.shape[0], config.streams, config.hidden)
     if config.mtp_norm == "joint":
         normed = rms_norm(hidden, mtp.hidden_norm, config.eps).reshape(shape)
     else:
         normed = stream_norm(hidden, mtp.hidden_norm, config)
+    embedded = draft_embedding(tokens, weights, config.eps)
     both = jnp.concatenate([jnp.broadcast_to(embedded[:, None], shape), normed], -1)
-    joined = project(both.reshape(-1, 2 * config.hidden), mtp.join)
-    return joined.reshape(tokens.shape[0], config.width)
+    x = project(both.reshape(-1, 2 * config.hidden), mtp.join).reshape(hidden.shape)
+    return mtp, x, window(start if config.mtp_position == "token" else start - 1, live)
 
 
 def mtp_block(
@@ -203,18 +205,17 @@ def mtp_block(
     kv: KVCache,
     weights: Qwen4ExpWeights,
     config: Qwen4ExpConfig,
+    *,
+    continues: Bool[Array, ""] | None = None,
 ) -> tuple[Float[Array, "rows width"], KVCache]:
     """Returns the block's streams, and its cache."""
-    mtp = weights.mtp
-    assert mtp is not None
-    at = window(start, live, kv)
-    x = _join(tokens, hidden, weights, config)
+    mtp, x, at = _inputs(tokens, hidden, start, live, weights, config)
     h, iota = mix(x, mtp.mixer_streams, 0, config)
-    layers = (0, 0 if config.mtp_sparse else None)
-    y, kv = _attention(h, layers, kv, mtp.attention, mtp.indexer, at, config)
+    attend = _attend(h, 0 if config.mtp_sparse else None, mtp.indexer, config, continues)
+    y, kv = attention(h, 0, kv, mtp.attention, at, config, attend)
     x = add_to_streams(x, iota, y)
     h, iota = mix(x, mtp.ffn_streams, 0, config)
-    x = add_to_streams(x, iota, experts(h, live, mtp.experts, 0, config))
+    x = add_to_streams(x, iota, experts(h, at.live, mtp.experts, 0, config))
     return x, after_window(kv, at)
 
 
@@ -228,12 +229,9 @@ def mtp_fill(
     config: Qwen4ExpConfig,
 ) -> KVCache:
     """Returns the block's cache with entries for the live rows, outputs not computed."""
-    mtp = weights.mtp
-    assert mtp is not None
-    at = window(start, live, kv)
-    h, _ = mix(_join(tokens, hidden, weights, config), mtp.mixer_streams, 0, config)
-    k, v = keys_and_values(h, mtp.attention, 0, at.positions, config)
-    kv = kv.write(0, start, k, v, live)
+    mtp, x, at = _inputs(tokens, hidden, start, live, weights, config)
+    h, _ = mix(x, mtp.mixer_streams, 0, config)
+    kv = attention_fill(h, 0, kv, mtp.attention, at, config)
     if config.mtp_sparse:
         assert isinstance(kv, SparseCache)
         kv = index(h, 0, kv, mtp.indexer, at, config)

@@ -7,11 +7,13 @@ block's four, at the block's first position. Block keys outlive rollbacks; see `
 from dataclasses import replace
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from openjet_jax.config import DecodeConfig, Pooling, Qwen4ExpConfig
+from openjet_jax.attention_layers import Window
+from openjet_jax.config import MAX_DEPTH, DecodeConfig, Pooling, Qwen4ExpConfig
 from openjet_jax.layers import rms_norm, rotate
 from openjet_jax.qwen4exp_weights import IndexerWeights
 from openjet_jax.state import KVCache, kv_cache, put_rows
@@ -30,6 +32,22 @@ from pallas_kernels.sparse_attention import (
     sparse_attention_reference,
 )
 
+LATER = -(-(MAX_DEPTH - 1) // POSITIONS)
+"""Most blocks that drafts behind the first one complete."""
+
+
+class Chosen(eqx.Module):
+    """The blocks that one row selected, and which of them count.
+
+    Attributes:
+      blocks, counted: as from `selection`.
+      complete: blocks that the row saw complete; later ones it could not choose.
+    """
+
+    blocks: Int[Array, " selected"]
+    counted: Bool[Array, " selected"]
+    complete: Int[Array, ""]
+
 
 class SparseCache(KVCache):
     """Keys and values of attention layers, and of the sparse ones what selects blocks.
@@ -38,12 +56,14 @@ class SparseCache(KVCache):
       raw: index keys by position, without norm and rotation.
       pooled: block keys in float32, then scratch rows that nothing reads.
       retained: leading blocks whose keys are valid, the same for all layers.
+      chosen: blocks of the first of a run of drafts, where all of them read those; else None.
       pooling: how block keys are maintained.
     """
 
     raw: Float[Array, "sparse_layers capacity index_width"]
     pooled: Float[Array, "sparse_layers blocks_and_scratch index_width"]
     retained: Int[Array, ""]
+    chosen: "Chosen | None"
     pooling: Pooling = eqx.field(static=True)
 
     @property
@@ -70,52 +90,40 @@ class SparseCache(KVCache):
         return replace(self, **planes, retained=jnp.int32(0))
 
 
-class Window(eqx.Module):
-    """The rows that a forward writes, and the block keys that it pools, the same for all layers.
-
-    Attributes:
-      start: position of the first row.
-      live: rows that count.
-      positions: of each row, -1 where it does not count.
-      end: the position after the last live row.
-      retained: leading blocks whose keys are valid before it.
-    """
-
-    start: Int[Array, ""]
-    live: Bool[Array, " rows"]
-    positions: Int[Array, " rows"]
-    end: Int[Array, ""]
-    retained: Int[Array, ""]
-
-
-def window(start: Int[Array, ""], live: Bool[Array, " rows"], kv: KVCache) -> Window:
-    """Returns the window of consecutive live rows from `start` on, which are the first ones."""
-    rows = live.shape[0]
-    retained = kv.retained if isinstance(kv, SparseCache) else jnp.int32(0)
-    return Window(
-        start=start,
-        live=live,
-        positions=jnp.where(live, start + jnp.arange(rows), -1),
-        end=start + jnp.sum(live, dtype=jnp.int32),
-        # Rows from `start` on are replaced, so a block that reaches there is no longer valid.
-        retained=retained_after(retained, start),
-    )
-
-
 def sparse_cache(
-    config: Qwen4ExpConfig, decode: DecodeConfig, layers: int, sparse_layers: int
+    config: Qwen4ExpConfig,
+    decode: DecodeConfig,
+    layers: int,
+    sparse_layers: int,
+    choose_once: bool = False,
 ) -> KVCache:
-    """Returns an empty cache; a plain one where no layer is sparse."""
+    """Returns an empty cache; a plain one where no layer is sparse.
+
+    Args:
+      config: the model's sizes.
+      decode: context, cache format, and how block keys are maintained.
+      layers: attention layers.
+      sparse_layers: how many of them are sparse.
+      choose_once: whether a run of drafts reads the blocks that its first row selects.
+    """
     kv = kv_cache(config, decode, layers)
     if not sparse_layers:
         return kv
     capacity, scratch = kv.k.shape[1], max(decode.pooling.padding, 1)
+    chosen, selected = None, min(config.budget, capacity // POSITIONS)
+    if choose_once:
+        chosen = Chosen(
+            blocks=jnp.zeros(selected, jnp.int32),
+            counted=jnp.zeros(selected, jnp.bool_),
+            complete=jnp.int32(0),
+        )
     return SparseCache(
         k=kv.k,
         v=kv.v,
         raw=jnp.zeros((sparse_layers, capacity, config.index_width), kv.k.dtype),
         pooled=jnp.zeros((sparse_layers, capacity // POSITIONS + scratch, config.index_width)),
         retained=jnp.int32(0),
+        chosen=chosen,
         pooling=decode.pooling,
     )
 
@@ -138,19 +146,21 @@ def index(
     """Returns the cache with the rows' index keys, and the keys of the blocks that they complete.
 
     All index keys of the window are written before any block is pooled. A block that holds a draft
-    is seen only by rows after it, which are rejected with it.
+    is seen only by rows after it, which are rejected with it. Rows from the window's start on are
+    replaced, so a block that reaches there is no longer valid.
     """
     assert weights is not None
     keys = project(h, weights.k, layer)
     kv = replace(kv, raw=put_rows(kv.raw, layer, at.start, keys, at.live))
-    complete, rows = at.end // POSITIONS, kv.list_rows
+    retained, complete = retained_after(kv.retained, at.start), at.end // POSITIONS
+    rows = kv.list_rows
 
     def pool(i, pooled):
-        updates = update_list(at.retained + i * rows, complete, rows, kv.blocks)
+        updates = update_list(retained + i * rows, complete, rows, kv.blocks)
         keys = _block_keys(kv.raw, layer, updates, weights, config)
         return store_keys(pooled, layer, keys, updates, kv.pooling.rewrite_fillers)
 
-    lists = (complete - at.retained + rows - 1) // rows
+    lists = (complete - retained + rows - 1) // rows
     if kv.pooling.rewrite_fillers:
         lists = jnp.maximum(lists, 1)
     return replace(kv, pooled=lax.fori_loop(0, lists, pool, kv.pooled))
@@ -193,8 +203,9 @@ def attend_sparse(
     weights: IndexerWeights | None,
     at: Window,
     config: Qwen4ExpConfig,
-) -> Float[Array, "rows heads width"]:
-    """Returns attention over the selected blocks.
+    continues: Bool[Array, ""] | None = None,
+) -> tuple[Float[Array, "rows heads width"], SparseCache]:
+    """Returns attention over the selected blocks, and the cache with what was chosen.
 
     Args:
       q: queries, normalised and rotated.
@@ -204,6 +215,45 @@ def attend_sparse(
       weights: of all indexers.
       at: the window.
       config: the model's sizes.
+      continues: whether the rows draft on from those of the last call.
     """
-    blocks, counted = selection(h, layers[1], kv, weights, at, config)
-    return sparse_attention_reference(q, kv.k, kv.v, layers[0], blocks, counted, at.positions)
+
+    def select():
+        return selection(h, layers[1], kv, weights, at, config)
+
+    if kv.chosen is None or continues is None:
+        blocks, counted = select()
+    else:
+        first = kv.chosen
+        blocks, counted = lax.cond(
+            continues, lambda: _of_first(first, at), lambda: _room(*select())
+        )
+        kv = replace(kv, chosen=_choice(first, blocks, counted, at, continues))
+    out = sparse_attention_reference(q, kv.k, kv.v, layers[0], blocks, counted, at.positions)
+    return out, kv
+
+
+def _room(blocks: Array, counted: Array) -> tuple[Array, Array]:
+    """Returns a selection with room for the blocks that drafts complete."""
+    more = ((0, 0), (0, LATER))
+    return jnp.pad(blocks, more), jnp.pad(counted, more)
+
+
+def _of_first(first: Chosen, at: Window) -> tuple[Array, Array]:
+    """Returns the first draft's selection for its successors, with the blocks completed since."""
+    later = first.complete + jnp.arange(LATER)
+    blocks = jnp.concatenate([first.blocks, later])
+    counted = jnp.concatenate([first.counted, later < at.end // POSITIONS])
+    shape = (at.positions.shape[0], blocks.shape[0])
+    return jnp.broadcast_to(blocks, shape), jnp.broadcast_to(counted, shape)
+
+
+def _choice(
+    first: Chosen, blocks: Array, counted: Array, at: Window, continues: Bool[Array, ""]
+) -> Chosen:
+    """Returns what later drafts read: the newest row's choice, or still that of the first."""
+    newest, size = jnp.argmax(at.positions), first.blocks.shape[0]
+    own = Chosen(
+        blocks=blocks[newest, :size], counted=counted[newest, :size], complete=at.end // POSITIONS
+    )
+    return jax.tree.map(lambda old, new: jnp.where(continues, old, new), first, own)

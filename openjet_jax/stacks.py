@@ -28,13 +28,14 @@ from openjet_jax.checkpoint import (
     CheckpointConfig,
     CheckpointError,
     TensorEntry,
+    checksum,
     leaf_file,
-    partial_checksum,
     read_config,
 )
 from openjet_jax.config import ModelConfig, Qwen4ExpConfig, Qwen35Config
+from openjet_jax.leaf_files import DIFFERS, TASK_BYTES, Part, damaged, read_parts
 from openjet_jax.qwen4exp_weights import Qwen4ExpWeights
-from openjet_jax.row_tables import ROWS, map_rows
+from openjet_jax.row_tables import ROWS, map_rows, read_here_and_there, rows_path
 from openjet_jax.weights import Packed, Qwen35Weights, RowTable, Weights
 from pallas_kernels.formats import FORMATS
 
@@ -47,11 +48,8 @@ _WEIGHTS: dict[type[ModelConfig], Any] = {
 READ_AHEAD_BYTES = 512 * 2**20
 """Host memory that may be in flight, beside the stack being sent."""
 
-TASK_BYTES = 32 * 2**20
-"""Read by one thread at a time."""
-
-PIECE_BYTES = 2**20
-"""Read at once."""
+CHECKED_TABLE_BYTES = 2**28
+"""Largest table of packed rows that is summed where it is only mapped."""
 
 XLA_ALIGNMENT = 64
 HUGE_PAGE_BYTES = 2 * 2**20
@@ -85,7 +83,8 @@ def weight_specs(directory: Path) -> tuple[ModelConfig, Weights]:
 def load_weights(directory: Path) -> tuple[ModelConfig, Weights]:
     """Returns the model's configuration and its weights, on JAX's default device.
 
-    Every byte is checked against the checksum in config.json.
+    Every byte is checked against the checksum in config.json, but for those of a large table of
+    packed rows on a CPU: see `leaf_files.verify`.
 
     Raises:
       CheckpointError: see `read_config`; or a leaf is missing, or not as it was written.
@@ -127,17 +126,6 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """Bytes of a leaf from `start` on, and where they go."""
-
-    leaf: int
-    path: str
-    data: np.ndarray
-    start: int
-    file_bytes: int
-
-
 class _Reading:
     """A stack on its way into memory.
 
@@ -157,13 +145,13 @@ class _Reading:
         data = slots.reshape(len(slots), -1).view(np.uint8)
         size = data.shape[1]
         parts = [
-            _Part(leaf, path, data[leaf, start : start + TASK_BYTES], start, size)
+            Part(leaf, path, data[leaf, start : start + TASK_BYTES], start, size)
             for leaf, path in enumerate(self._paths)
             for start in range(0, size, TASK_BYTES)
         ]
         count = max(1, TASK_BYTES // size)
         tasks = [parts[i : i + count] for i in range(0, len(parts), count)]
-        self._tasks = [pool.submit(_read, task) for task in tasks]
+        self._tasks = [pool.submit(read_parts, task) for task in tasks]
 
     def finish(self) -> np.ndarray:
         """Returns the stack when everything is read.
@@ -177,12 +165,12 @@ class _Reading:
                 totals[leaf] += part_sum
         for entry, path, total in zip(self._stack.entries, self._paths, totals, strict=True):
             if f"{total % 2**64:016x}" != entry.planes[self._stack.plane].checksum:
-                raise _damaged(path, "it is not what was written: its checksum differs")
+                raise damaged(path, DIFFERS)
         return self.array
 
 
 class _Mapped:
-    """A table of packed rows, which is not read.
+    """A table of packed rows, which is mapped.
 
     Attributes:
       array: the table's file.
@@ -190,39 +178,23 @@ class _Mapped:
 
     def __init__(self, directory: Path, stack: _Stack):
         """Maps the file."""
-        self.array = map_rows(directory, stack.entries[0])
+        (self._entry,) = stack.entries
+        self._path = rows_path(directory, self._entry.block)
+        self.array, self._mapping = map_rows(directory, self._entry)
 
     def finish(self) -> np.ndarray:
-        """Returns the map."""
+        """Returns the map, summed where it is small or is read anyway, to be sent to a device.
+
+        Raises:
+          CheckpointError: it is not as it was written.
+        """
+        stays = jax.default_backend() == "cpu"
+        if not stays or self.array.nbytes <= CHECKED_TABLE_BYTES:
+            if checksum(self.array) != self._entry.planes[ROWS].checksum:
+                raise damaged(str(self._path), DIFFERS)
+        if stays:
+            read_here_and_there(self._mapping)
         return self.array
-
-
-def _read(parts: list[_Part]) -> list[tuple[int, int]]:
-    """Fills parts from their files, and returns the leaf and the checksum of each."""
-    sums = []
-    for part in parts:
-        total = 0
-        try:
-            with open(part.path, "rb", buffering=0) as file:
-                if (size := os.fstat(file.fileno()).st_size) != part.file_bytes:
-                    raise _damaged(part.path, f"it has {size} bytes, not {part.file_bytes}")
-                file.seek(part.start)
-                # What was just read is summed while it is in the processor's cache.
-                for at in range(0, part.data.size, PIECE_BYTES):
-                    piece = part.data[at : at + PIECE_BYTES]
-                    if file.readinto(piece) != piece.size:
-                        raise _damaged(part.path, "it ended early")
-                    total += partial_checksum(piece, part.start + at)
-        except OSError as error:
-            raise _damaged(part.path, f"it cannot be read: {error.strerror}") from error
-        sums.append((part.leaf, total))
-    return sums
-
-
-def _damaged(path: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: {what}; the checkpoint is incomplete or damaged, convert the model again"
-    )
 
 
 def _layout(config: CheckpointConfig) -> Weights:

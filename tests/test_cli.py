@@ -209,6 +209,7 @@ def test_inspect_and_doctor_print_json(command):
         code, out, _ = command("inspect", model, "--json", "--context", 512)
         assert code == 0 and json.loads(out)["model"]["has_mtp"]
     assert "Q8_0" in command("inspect", "DRAFTING")[1]
+    assert "as written" in command("inspect", "DRAFTING", "--verify")[1]
 
 
 SPOILT = {

@@ -1,5 +1,6 @@
-"""Small qwen35 files for tests: a valid one by keys and tensors, changed at will, and mutations."""
+"""Files for tests: a small valid qwen35, changed at will; malformed ones; mutations."""
 
+import json
 import pathlib
 import struct
 from collections.abc import Iterator, Mapping
@@ -8,10 +9,28 @@ from typing import Any
 import gguf
 import numpy as np
 
-MALFORMED = pathlib.Path(__file__).parents[1] / "data" / "malformed"
+DATA = pathlib.Path(__file__).parents[1] / "data"
+MALFORMED = {
+    "qwen35": DATA / "malformed",
+    "qwen4exp": DATA / "golden_qwen4exp" / "malformed",
+}
+"""Folders of malformed files, by architecture."""
+
+EXPECTED = {
+    name: json.loads((folder / "expected.json").read_text()) for name, folder in MALFORMED.items()
+}
+"""What must become of them."""
 
 type Keys = Mapping[str, Any]
 type Tensors = dict[str, np.ndarray]
+
+
+def behaves(case: Mapping[str, Any], path: pathlib.Path, message: str | None) -> bool:
+    """Returns whether a file was read (without a message) or refused as it was expected."""
+    if message is None:
+        return case["expect"] != "error"
+    rest = message.replace(str(path), "").lower()
+    return case["expect"] != "load" and any(word.lower() in rest for word in case["mention"])
 
 
 class U32(int):

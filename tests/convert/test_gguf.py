@@ -46,7 +46,7 @@ def test_a_tensor_is_mapped_with_its_bytes_and_its_numpy_shape(tmp_path: pathlib
 
 
 def test_records_equal_those_of_the_gguf_package():
-    path = MALFORMED / "b01.gguf"
+    path = MALFORMED["qwen35"] / "b01.gguf"
     records = open_gguf(path).tensors
     theirs = gguf.GGUFReader(path).tensors
     assert list(records) == [tensor.name for tensor in theirs]
@@ -79,13 +79,13 @@ def test_a_vocabulary_of_full_size_opens_in_seconds(tmp_path: pathlib.Path):
 def test_a_header_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gguf_header, "MAX_HEADER_BYTES", 4096)
     with pytest.raises(GGUFError, match="longest header 4096|limit of 4096"):
-        open_gguf(MALFORMED / "b00.gguf")
+        open_gguf(MALFORMED["qwen35"] / "b00.gguf")
 
 
 def test_more_keys_or_tensors_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gguf_header, "MAX_ENTRIES", 26)
     with pytest.raises(GGUFError, match="tensor count 27 is beyond the limit of 26"):
-        open_gguf(MALFORMED / "b00.gguf")
+        open_gguf(MALFORMED["qwen35"] / "b00.gguf")
 
 
 def test_tensors_that_overlap_are_refused(tmp_path: pathlib.Path):

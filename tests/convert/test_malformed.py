@@ -6,44 +6,54 @@ import subprocess
 import sys
 
 import pytest
-from gguf_cases import MALFORMED, mutations
+from gguf_cases import EXPECTED, MALFORMED, behaves, mutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openjet_jax.convert.gguf import GGUFError, open_gguf
 from openjet_jax.convert.model_file import read_model
 
-EXPECTED = json.loads((MALFORMED / "expected.json").read_text())
 NUM_MUTATIONS = 600
+QWEN35 = MALFORMED["qwen35"]
 
 
-@pytest.mark.parametrize("case", EXPECTED["files"], ids=lambda case: case["name"])
-def test_a_malformed_file_is_refused_by_its_cause_and_a_sound_one_is_read(case: dict):
-    path = MALFORMED / case["file"]
+def named(name: str) -> pathlib.Path:
+    """Returns a malformed qwen35 file."""
+    return QWEN35 / next(c["file"] for c in EXPECTED["qwen35"]["files"] if c["name"] == name)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "case"),
+    [
+        pytest.param(architecture, case, id=f"{architecture}-{case['name']}")
+        for architecture, expected in EXPECTED.items()
+        for case in expected["files"]
+    ],
+)
+def test_a_malformed_file_is_refused_by_its_cause_and_a_sound_one_is_read(architecture, case):
+    path, message = MALFORMED[architecture] / case["file"], None
     try:
         model = read_model(path)
     except GGUFError as error:
         message = str(error)
         assert message.startswith(str(path))
-        assert case["expect"] != "load", message
-        rest = message.replace(str(path), "").lower()
-        assert any(word.lower() in rest for word in case["mention"]), message
     else:
-        assert case["expect"] != "error"
+        assert model.config.architecture == architecture
         assert all(source.data.nbytes == source.nbytes for source in model.sources)
+        if not model.notes:
+            assert model.config.has_mtp == case["mtp"]
+    assert behaves(case, path, message), message
 
 
 @pytest.mark.parametrize("name", ["mtp_key_only", "mtp_part"])
 def test_an_incomplete_mtp_block_is_disregarded_with_a_note_that_names_what_is_missing(name: str):
-    case = next(case for case in EXPECTED["files"] if case["name"] == name)
-    model = read_model(MALFORMED / case["file"])
+    model = read_model(named(name))
     assert not model.config.has_mtp and model.config.num_layers == 2
     assert "blk.2" in model.notes[0] and "missing" in model.notes[0]
 
 
 def test_the_last_block_with_nextn_tensors_is_no_layer_when_the_key_is_absent():
-    case = next(case for case in EXPECTED["files"] if case["name"] == "mtp_key_gone")
-    model = read_model(MALFORMED / case["file"])
+    model = read_model(named("mtp_key_gone"))
     assert model.config.num_layers == 2 and model.config.has_mtp
     assert "nextn_predict_layers is absent" in model.notes[0]
 
@@ -71,10 +81,10 @@ print(json.dumps({"seconds": slowest, "extra_mib": (peak - idle) / 1024}))
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> list[pathlib.Path]:
     folder = tmp_path_factory.mktemp("damaged")
     paths = []
-    for source in ("b00.gguf", "b01.gguf"):
-        content = (MALFORMED / source).read_bytes()
-        for i, (_, changed) in enumerate(mutations(content, NUM_MUTATIONS // 2)):
-            paths.append(folder / f"{i}-{source}")
+    sources = [path / name for path in MALFORMED.values() for name in ("b00.gguf", "b01.gguf")]
+    for kind, source in enumerate(sources):
+        for i, (_, changed) in enumerate(mutations(source.read_bytes(), NUM_MUTATIONS // 4)):
+            paths.append(folder / f"{kind}-{i}.gguf")
             paths[-1].write_bytes(changed)
     return paths
 
@@ -93,13 +103,15 @@ def test_a_damaged_file_is_read_or_refused_but_never_fails_otherwise(damaged: li
 
 
 def test_no_malformed_or_damaged_file_takes_long_or_much_memory(damaged: list[pathlib.Path]):
-    paths = [str(path) for path in (*sorted(MALFORMED.glob("*.gguf")), *damaged)]
+    malformed = [path for folder in MALFORMED.values() for path in sorted(folder.glob("*.gguf"))]
+    paths = [str(path) for path in (*malformed, *damaged)]
     command = [sys.executable, "-W", "error", "-c", MEASURE, *paths]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout)
-    assert measured["seconds"] < EXPECTED["limits"]["seconds"]
-    assert measured["extra_mib"] < EXPECTED["limits"]["extra_mib"]
+    for expected in EXPECTED.values():
+        assert measured["seconds"] < expected["limits"]["seconds"]
+        assert measured["extra_mib"] < expected["limits"]["extra_mib"]
 
 
 @settings(max_examples=200, deadline=None, database=None, derandomize=True)

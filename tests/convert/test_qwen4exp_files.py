@@ -1,6 +1,5 @@
-"""qwen4exp files: malformed ones are refused by their cause, sound ones keep their values."""
+"""qwen4exp files keep their values; the n-gram table is mapped, sized and checked."""
 
-import json
 import pathlib
 import shutil
 
@@ -8,12 +7,14 @@ import gguf
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gguf_cases import MALFORMED
 
+from openjet_jax import stacks
 from openjet_jax.checkpoint import CheckpointError, read_config
 from openjet_jax.config import Qwen4ExpConfig
-from openjet_jax.convert.gguf import GGUFError
 from openjet_jax.convert.model_file import read_model
 from openjet_jax.convert.pipeline import convert_gguf
+from openjet_jax.leaf_files import verify
 from openjet_jax.qwen4exp_weights import Qwen4ExpWeights
 from openjet_jax.row_tables import rows_path
 from openjet_jax.stacks import load_weights
@@ -21,26 +22,7 @@ from openjet_jax.stacks import load_weights
 ROOT = pathlib.Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "golden_qwen4exp"
 SHARED = ROOT.parent / "shared" / "golden" / "qwen4exp"
-MALFORMED = DATA / "malformed"
-EXPECTED = json.loads((MALFORMED / "expected.json").read_text())["files"]
-
-
-@pytest.mark.parametrize("case", EXPECTED, ids=lambda case: case["name"])
-def test_a_malformed_file_is_refused_by_its_cause_and_a_sound_one_is_read(case: dict):
-    path = MALFORMED / case["file"]
-    try:
-        model = read_model(path)
-    except GGUFError as error:
-        message = str(error)
-        assert message.startswith(str(path))
-        assert case["expect"] != "load", message
-        rest = message.replace(str(path), "").lower()
-        assert any(word.lower() in rest for word in case["mention"]), message
-    else:
-        assert case["expect"] != "error"
-        assert isinstance(model.config, Qwen4ExpConfig)
-        assert model.config.has_mtp == case["mtp"]
-        assert all(source.data.nbytes == source.nbytes for source in model.sources)
+SOUND = MALFORMED["qwen4exp"] / "b00.gguf"
 
 
 def sources() -> list[pathlib.Path]:
@@ -107,6 +89,23 @@ def test_a_cut_table_is_refused_by_its_size(converted, tmp_path):
         load_weights(copy)
 
 
+def test_a_damaged_table_is_found_at_loading_where_it_is_small_and_always_by_verifying(
+    converted, tmp_path, monkeypatch
+):
+    _, target = converted
+    assert verify(target) == read_config(target).nbytes
+    copy = shutil.copytree(target, tmp_path / "copy")
+    path = rows_path(copy, "per_layer_token_embd")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    for reader in (load_weights, verify):
+        with pytest.raises(CheckpointError, match=r"per_layer_token_embd.*checksum differs"):
+            reader(copy)
+    monkeypatch.setattr(stacks, "CHECKED_TABLE_BYTES", 0)
+    load_weights(copy)  # a large table is only mapped
+
+
 def test_a_checkpoint_names_its_architecture_and_gives_the_same_configuration(converted):
     path, target = converted
     assert '"architecture": "qwen4exp"' in (target / "config.json").read_text()
@@ -115,8 +114,8 @@ def test_a_checkpoint_names_its_architecture_and_gives_the_same_configuration(co
 
 
 def test_other_hash_constants_are_used_and_noted(tmp_path):
-    content = (MALFORMED / "b00.gguf").read_bytes()
-    model = read_model(MALFORMED / "b00.gguf")
+    content = SOUND.read_bytes()
+    model = read_model(SOUND)
     assert isinstance(model.config, Qwen4ExpConfig) and not model.notes
     multiplier = model.config.ngram_multipliers[1]
     path = tmp_path / "other.gguf"

@@ -20,6 +20,9 @@ SMALL = {
     "qwen35": ROOT / "tests" / "data" / "golden",
     "qwen4exp": ROOT / "tests" / "data" / "golden_qwen4exp",
 }
+SPECULATING = {"qwen35": "q8_0", "qwen4exp": "f32_mtp"}
+"""A small case of each architecture: DeltaNet and attention layers, an MTP block."""
+
 SHARED = ROOT.parent / "shared" / "golden"
 CACHE = ROOT / ".pytest_cache" / "programs"
 

@@ -24,6 +24,7 @@ from openjet_jax.checkpoint import (
 from openjet_jax.config import DecodeConfig
 from openjet_jax.convert.pipeline import convert_gguf
 from openjet_jax.inspection import inspect, render
+from openjet_jax.leaf_files import verify
 from openjet_jax.loading import checkpoint_of, load, load_template, load_tokenizer, located
 from openjet_jax.memory import memory_plan
 from openjet_jax.stacks import load_weights, weight_specs
@@ -110,29 +111,35 @@ def test_a_checksum_changes_with_every_kind_of_damage(size):
         assert checksum(np.concatenate([data[:65536], 0 * data[:65536], data[131072:]])) != before
 
 
-def test_a_flipped_bit_in_a_weight_is_found(checkpoint):
+READERS = pytest.mark.parametrize("reader", [load_weights, verify])
+
+
+@READERS
+def test_a_flipped_bit_in_a_weight_is_found(checkpoint, reader):
     path = largest_file(checkpoint, "token_embd")
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"token_embd.*checksum differs.*convert the model"):
-        load_weights(checkpoint)
+        reader(checkpoint)
 
 
+@READERS
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.99, 1.01])
-def test_a_weight_file_of_another_size_is_refused(checkpoint, keep):
+def test_a_weight_file_of_another_size_is_refused(checkpoint, keep, reader):
     path = largest_file(checkpoint, "blk.1")
     os.truncate(path, int(path.stat().st_size * keep))
     with pytest.raises(CheckpointError, match=r"blk\.1.*damaged"):
-        load_weights(checkpoint)
+        reader(checkpoint)
 
 
+@READERS
 @pytest.mark.parametrize("what", ["weights", "weights/blk.2", "weights/blk.2/ffn.gate.codes/0.0"])
-def test_missing_weights_are_refused_by_the_name_of_their_block(checkpoint, what):
+def test_missing_weights_are_refused_by_the_name_of_their_block(checkpoint, what, reader):
     path = checkpoint / what
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     with pytest.raises(CheckpointError, match=r"weights/.*incomplete"):
-        load_weights(checkpoint)
+        reader(checkpoint)
 
 
 def test_blocks_that_changed_places_are_refused(checkpoint):
@@ -286,6 +293,14 @@ def test_inspecting_a_gguf_says_the_same_as_inspecting_its_checkpoint(original):
     assert "DeltaNet" in text and "iq4_nl" in text and "total" in text
     with pytest.raises(ValueError, match="context"):
         inspect(SMALL, context=10**9)
+
+
+def test_inspecting_verifies_every_byte_of_a_checkpoint_when_asked(original):
+    facts = inspect(original, verify=True)
+    assert facts["verified_bytes"] == read_config(original).nbytes
+    assert "as written" in render(facts) and "as written" not in render(inspect(original))
+    with pytest.raises(ValueError, match="has no checksums to verify; convert it"):
+        inspect(SMALL, verify=True)
 
 
 def test_the_memory_plan_counts_the_bytes_that_weights_and_state_have(original):

@@ -1,14 +1,16 @@
 """Speculation changes nothing: states and text equal one-by-one processing, bit for bit."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from golden import case, fixed
+from golden import SPECULATING, case, fixed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from states import assert_same_bits, folded, poisoned
 
 from openjet_jax.config import MAX_DEPTH, MAX_STOP_IDS, ROWS
 from openjet_jax.depth import DepthPolicy
@@ -17,7 +19,11 @@ from openjet_jax.settings import Sampling, SamplingKind
 from openjet_jax.state import DecodeState, Request
 
 GREEDY = SamplingKind()
-NAME = "q8_0"  # two DeltaNet layers, one attention layer, an MTP block
+
+
+@pytest.fixture(scope="module", params=SPECULATING)
+def model(request):
+    return case(SPECULATING[request.param], request.param)
 
 
 def ask(model, state: DecodeState, depth: int, remaining: int = 1000) -> DecodeState:
@@ -33,51 +39,31 @@ def ask(model, state: DecodeState, depth: int, remaining: int = 1000) -> DecodeS
     return dataclasses.replace(state, request=Request(**operands))
 
 
-def cycle(model, state: DecodeState, drafts=(), depth: int = 0, max_depth: int = MAX_DEPTH):
-    """Runs one cycle on the given drafts."""
+def cycle(model, state: DecodeState, drafts=(), *, max_depth: int = MAX_DEPTH, run=None):
+    """Runs one cycle on the given drafts, with the model's own program or another."""
     row = np.zeros(ROWS - 1, np.int32)
     row[: len(drafts)] = drafts
     state = dataclasses.replace(state, drafts=row, num_drafts=np.int32(len(drafts)))
-    run = model.programs.cycles(GREEDY, max_depth)
+    run = run or model.programs.cycles(GREEDY, max_depth)
     state, infos, ran = run(model.weights, state, np.int32(1))
     assert int(ran) == 1
     return state, jax.tree.map(lambda x: np.asarray(x)[0], infos)
 
 
 def started(model, depth: int = 0) -> DecodeState:
+    (rows,) = model.programs.decode.chunks
     ids = model.answers["tokens"]
-    tokens = np.zeros(193, np.int32)
+    tokens = np.zeros(rows + 1, np.int32)
     tokens[: len(ids)] = ids
-    run = model.programs.prefill(192)
+    run = model.programs.prefill(rows)
     state, _ = run(model.weights, model.programs.start()(), tokens, np.int32(len(ids) - 1))
     return ask(model, state, depth)
 
 
-def folded(state: DecodeState, config) -> dict[str, np.ndarray]:
-    """Returns everything a committed position left behind, once nothing is pending before it."""
-    n, start = int(state.length), int(state.recurrent.start)
-    parts = {
-        "delta": state.recurrent.delta,
-        "history": state.recurrent.window[:, start : start + config.history],
-        "hidden": state.hidden,
-        "k": state.kv.k[:, :n],
-        "v": state.kv.v[:, :n],
-        "tokens": state.tokens[: n + 1],
-    }
-    if state.mtp_kv is not None:
-        parts |= {"mtp_k": state.mtp_kv.k[:, 1:n], "mtp_v": state.mtp_kv.v[:, 1:n]}
-    return {name: np.array(part) for name, part in parts.items()}
-
-
-def assert_same_bits(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
-    for name, part in theirs.items():
-        assert np.array_equal(ours[name].view(np.uint32), part.view(np.uint32)), name
-
-
-@pytest.fixture(scope="module")
-def one_by_one():
+@functools.cache
+def decoded_one_by_one(architecture: str):
     """The greedy text, and for each length the state after plain decoding to it."""
-    model = case(NAME)
+    model = case(SPECULATING[architecture], architecture)
     state, text, states = started(model), [], {}
     for _ in range(30):
         state, info = cycle(model, state, max_depth=0)
@@ -86,44 +72,50 @@ def one_by_one():
     return text, states
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, MAX_DEPTH), st.integers(0, MAX_DEPTH)), max_size=5))
-def test_any_accepts_and_rejections_leave_the_state_of_one_by_one_decoding(one_by_one, script):
-    """Each (good, bad) of the script drafts some right tokens, then some wrong ones."""
-    text, states = one_by_one
-    model = case(NAME)
+@pytest.fixture
+def one_by_one(model):
+    return decoded_one_by_one(model.config.architecture)
+
+
+def speculate(model, script, run=None) -> None:
+    """Asserts that cycles leave the text and the state of one-by-one decoding.
+
+    Each (good, bad, own) of the script drafts some right tokens, then some wrong ones. They stand
+    in for `own` drafts of the model's, whose provisional rows are left in its cache. The caches are
+    full of NaN where no committed position is.
+    """
+    text, states = decoded_one_by_one(model.config.architecture)
     state, done = started(model), 0
-    for good, bad in script:
-        good = min(good, MAX_DEPTH)
+    for good, bad, own in script:
         right = text[done : done + good]
         wrong = [(t + 1) % 256 for t in text[done + good : done + good + bad]]
-        state, info = cycle(model, state, (right + wrong)[:MAX_DEPTH])
+        state = ask(model, poisoned(state), own)
+        state, info = cycle(model, state, (right + wrong)[:MAX_DEPTH], run=run)
         assert int(info.accepted) == len(right)
         assert info.tokens[: int(info.num_tokens)].tolist() == text[done : done + len(right) + 1]
         done += int(info.num_tokens)
         if done > 22:
             break
-    state, info = cycle(model, state)  # folds what the last cycle accepted
+    state, info = cycle(model, state, run=run)  # folds what the last cycle accepted
     assert int(info.tokens[0]) == text[done]
     # One more pending row each: the two states then differ in nothing.
     assert_same_bits(folded(state, model.config), states[int(state.length)])
 
 
-def test_drafts_beyond_their_count_and_poison_beyond_the_length_change_nothing(one_by_one):
+DEPTHS = st.integers(0, MAX_DEPTH)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(DEPTHS, DEPTHS, DEPTHS), max_size=5))
+def test_any_accepts_and_rejections_leave_the_state_of_one_by_one_decoding(model, script):
+    speculate(model, script)
+
+
+def test_drafts_beyond_their_count_and_poison_beyond_the_length_change_nothing(model, one_by_one):
     text, states = one_by_one
-    model = case(NAME)
     state = started(model)
-    n = int(state.length)
-
-    def poisoned(cache):
-        return np.where(np.arange(cache.shape[1])[None, :, None, None] < n, cache, np.nan)
-
-    state = dataclasses.replace(
-        state,
-        kv=jax.tree.map(poisoned, state.kv),
-        mtp_kv=jax.tree.map(poisoned, state.mtp_kv),
-        drafts=np.arange(ROWS - 1, dtype=np.int32),
-    )
+    n, drafts = int(state.length), np.arange(ROWS - 1, dtype=np.int32)
+    state = dataclasses.replace(poisoned(state), drafts=drafts)
     run = model.programs.cycles(GREEDY, MAX_DEPTH)
     state, infos, _ = run(model.weights, state, np.int32(1))
     assert np.asarray(infos.tokens)[0, 0] == text[0]
@@ -131,16 +123,16 @@ def test_drafts_beyond_their_count_and_poison_beyond_the_length_change_nothing(o
 
 
 @pytest.mark.parametrize("good", range(4))
-def test_reading_more_onto_pending_rows_equals_folding_by_a_cycle(one_by_one, good):
+def test_reading_more_onto_pending_rows_equals_folding_by_a_cycle(model, one_by_one, good):
     text, _ = one_by_one
-    model = case(NAME)
     more = model.answers["tokens"][:7]
 
     def read(state):
         newest = int(state.tokens[int(state.length)])
-        tokens = np.zeros(193, np.int32)
+        (rows,) = model.programs.decode.chunks
+        tokens = np.zeros(rows + 1, np.int32)
         tokens[: len(more) + 1] = [newest, *more]
-        run = model.programs.prefill(192)
+        run = model.programs.prefill(rows)
         return run(model.weights, state, tokens, np.int32(len(more)))[0]
 
     pending, info = cycle(model, started(model), text[:good])
@@ -151,9 +143,8 @@ def test_reading_more_onto_pending_rows_equals_folding_by_a_cycle(one_by_one, go
     assert_same_bits(folded(read(pending), model.config), folded(read(stepwise), model.config))
 
 
-def test_a_stop_id_among_accepted_drafts_ends_the_state_there(one_by_one):
+def test_a_stop_id_among_accepted_drafts_ends_the_state_there(model, one_by_one):
     text, states = one_by_one
-    model = case(NAME)
     position = next(i for i in range(1, 5) if text[i] not in text[:i])
     state = started(model)
     stops = np.full(MAX_STOP_IDS, -1, np.int32)
@@ -168,16 +159,15 @@ def test_a_stop_id_among_accepted_drafts_ends_the_state_there(one_by_one):
     assert np.array_equal(folded(state, model.config)["k"], states[before + position + 1]["k"])
 
 
-def test_the_length_cuts_accepted_drafts(one_by_one):
+def test_the_length_cuts_accepted_drafts(model, one_by_one):
     text, _ = one_by_one
-    model = case(NAME)
-    state, info = cycle(model, ask(model, started(model), 5, remaining=3), text[:5], depth=5)
+    state, info = cycle(model, ask(model, started(model), 5, remaining=3), text[:5])
     assert info.tokens[:4].tolist() == [*text[:3], 0]
     assert int(info.num_tokens) == 3 and int(state.request.remaining) == 0
 
 
-def test_text_is_the_same_at_every_depth_and_dispatch_size():
-    model = case(NAME)
+@pytest.mark.parametrize("model", ["qwen35"], indirect=True)
+def test_text_is_the_same_at_every_depth_and_dispatch_size(model):
     reference = None
     for depth in range(MAX_DEPTH + 1):
         for count in (1, 4):
@@ -209,9 +199,13 @@ SAMPLED = [
 ]
 
 
-@pytest.mark.parametrize("sampling", SAMPLED, ids=lambda s: f"{s.kind.method}-{s.kind.adjusted}")
-def test_sampled_text_is_the_same_at_every_depth(sampling):
-    model = case(NAME)
+@pytest.mark.parametrize(
+    ("model", "sampling"),
+    [("qwen35", sampling) for sampling in SAMPLED] + [("qwen4exp", s) for s in SAMPLED[2:4]],
+    indirect=["model"],
+    ids=lambda s: s if isinstance(s, str) else f"{s.kind.method}-{s.kind.adjusted}",
+)
+def test_sampled_text_is_the_same_at_every_depth(model, sampling):
     texts, accepted = [], 0
     for depth in (0, 1, 3, 5):
         conversation = model.conversation(model.answers["tokens"])

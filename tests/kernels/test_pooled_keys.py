@@ -284,6 +284,94 @@ def test_any_other_removal_keeps_nothing(change):
         retained_prefixes({4: [blocks]}, cells, start=4, stop=-1, recurrent_accepted=False)
 
 
+@dataclasses.dataclass(frozen=True)
+class DescriptorRules:
+    """How descriptors are compared; either may be replaced by a wrong one."""
+
+    retained_prefixes: Callable = retained_prefixes
+    changed_blocks: Callable = changed_blocks
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["append", "roll back", "move"]), st.integers(1, 9), st.integers(0, 99)
+    ),
+    min_size=4,
+    max_size=25,
+)
+
+
+def recycle(rules: DescriptorRules, events) -> None:
+    """Plays a cache whose cells are recycled and moved, and pools the blocks found changed.
+
+    After every update each complete block's stored key must be the one that its cells give.
+    """
+    size = 40
+    contents, where = np.zeros(size), list[int]()  # by cell; the cell of each position
+    keys, known = np.full(size, np.nan), list[Descriptor]()
+    for value, (event, amount, seed) in enumerate(events):
+        random = np.random.default_rng(seed)
+        free = [int(c) for c in random.permutation(size) if c not in where]
+        if event == "append":
+            new = free[:amount]
+            where += new
+            contents[new] = value + random.random(len(new))
+        elif event == "move" and where and free:  # a token goes to another cell, as compaction does
+            position = int(random.integers(len(where)))
+            contents[free[0]], where[position] = contents[where[position]], free[0]
+        else:
+            del where[max(len(where) - amount, 0) :]
+            live, positions = np.zeros(size, bool), np.zeros(size, int)
+            live[where], positions[where] = True, np.arange(len(where))
+            owners = [frozenset({0})] * size
+            cells = Cells(live=live, positions=positions, owners=owners)
+            kept = rules.retained_prefixes({4: [known]}, cells, start=len(where), stop=-1)
+            (known,) = kept[4]
+            continue
+        complete = range(len(where) // POSITIONS)
+        current = [block(b, tuple(where[4 * b : 4 * b + 4])) for b in complete]
+        for b in rules.changed_blocks(current, known):
+            keys[current[b].destination(size)] = contents[list(current[b].cells)].sum()
+        known = current
+        for found in current:
+            assert keys[found.destination(size)] == contents[list(found.cells)].sum()
+
+
+@settings(max_examples=300, deadline=None)
+@given(EVENTS)
+def test_keys_of_recycled_and_moved_cells_are_pooled_anew(events):
+    recycle(DescriptorRules(), events)
+
+
+def kept_by_start(entries, cells, *, start, stop):
+    """Asks for a block's start alone, not for its end nor for its cells."""
+    del cells, stop
+    return {4: [[b for b in entries[4][0] if b.start < start]]}
+
+
+def positions_alone(current, retained):
+    """Compares positions, not the cells that hold them."""
+    starts = [b.start for b in retained]
+    return [i for i, b in enumerate(current) if b.start not in starts]
+
+
+WRONG_RULES = {
+    "retained by start alone": DescriptorRules(kept_by_start, positions_alone),
+    "positions compared alone": DescriptorRules(retained_prefixes, positions_alone),
+    "retained whatever the cells": DescriptorRules(lambda entries, *_, **__: entries),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RULES)
+def test_every_wrong_rule_of_descriptors_is_caught(name):
+    find = functools.partial(recycle, WRONG_RULES[name])
+    with pytest.raises(AssertionError):
+        for seed in range(200):
+            random = np.random.default_rng(seed)
+            kinds = random.choice(["append", "append", "roll back", "move"], 20)
+            find([(kind, int(random.integers(1, 10)), seed + i) for i, kind in enumerate(kinds)])
+
+
 WRONG = [
     {"cells": (0, 1, 2)},
     {"stream": 1},

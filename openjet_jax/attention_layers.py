@@ -1,0 +1,91 @@
+"""Attention layers from cache to cache, over the rows of a window."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from openjet_jax.config import ModelConfig
+from openjet_jax.layers import attention_inputs, attention_output, keys_and_values
+from openjet_jax.state import KVCache
+from openjet_jax.weights import AttentionWeights
+from pallas_kernels.attention import attention_reference
+
+
+class Window(eqx.Module):
+    """The rows that a forward takes, the same for all layers.
+
+    Attributes:
+      start: position of the first row.
+      live: rows that count.
+      positions: of each row, -1 where it does not count.
+      end: the position after the last live row; at least `start`.
+      first: first position that a cache has an entry of.
+    """
+
+    start: Int[Array, ""]
+    live: Bool[Array, " rows"]
+    positions: Int[Array, " rows"]
+    end: Int[Array, ""]
+    first: int = eqx.field(static=True)
+
+
+def window(start: Int[Array, ""], live: Bool[Array, " rows"], first: int = 0) -> Window:
+    """Returns the window of consecutive live rows from `start` on; none counts before `first`."""
+    at = start + jnp.arange(live.shape[0])
+    live = live & (at >= first)
+    positions = jnp.where(live, at, -1)
+    end = jnp.maximum(start, jnp.max(positions) + 1)
+    return Window(start=start, live=live, positions=positions, end=end, first=first)
+
+
+type Attend[C] = Callable[[Float[Array, "rows heads width"], C, Array, Window], tuple[Array, C]]
+"""(queries, cache with the window's keys and values, layer, window) -> (output, cache)."""
+
+
+def attend_to_all[C: KVCache](
+    q: Float[Array, "rows heads width"], kv: C, layer, at: Window
+) -> tuple[Float[Array, "rows heads width"], C]:
+    """Returns attention over every position up to each row's own, and the cache as it is."""
+    out = attention_reference(q, kv.k[layer], kv.v[layer], at.positions, at.end, first=at.first)
+    return out, kv
+
+
+def attention[C: KVCache](
+    h: Float[Array, "rows hidden"],
+    layer,
+    kv: C,
+    weights: AttentionWeights | None,
+    at: Window,
+    config: ModelConfig,
+    attend: Attend[C] = attend_to_all,
+) -> tuple[Float[Array, "rows hidden"], C]:
+    """Returns a gated attention layer's output rows, and the cache with their keys and values.
+
+    Args:
+      h: the layer's input.
+      layer: index among the layers of the cache and the weights; may be traced.
+      kv: the cache.
+      weights: of all layers.
+      at: the window.
+      config: the model's sizes.
+      attend: what the rows attend to.
+    """
+    assert weights is not None
+    q, gate, k, v = attention_inputs(h, weights, layer, at.positions, config)
+    out, kv = attend(q, kv.write(layer, at.start, k, v, at.live), layer, at)
+    return attention_output(out, gate, weights, layer), kv
+
+
+def attention_fill[C: KVCache](
+    h: Float[Array, "rows hidden"],
+    layer,
+    kv: C,
+    weights: AttentionWeights,
+    at: Window,
+    config: ModelConfig,
+) -> C:
+    """Returns the cache with the rows' keys and values, outputs not computed; see `attention`."""
+    k, v = keys_and_values(h, weights, layer, at.positions, config)
+    return kv.write(layer, at.start, k, v, at.live)
