@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import pathlib
 
 import openai
@@ -78,6 +79,30 @@ def test_logprobs_stand_beside_every_token(client):
     assert len(entries) == 6 and all(entry.logprob <= 0 for entry in entries)
     text = b"".join(bytes(entry.bytes) for entry in entries).decode()
     assert text == answer.choices[0].message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_likeliest_tokens_stand_beside_the_chosen_one(client, stream):
+    answer = chat(client, logprobs=True, top_logprobs=3, max_tokens=6, stream=stream)
+    chunks = list(answer) if stream else [answer]
+    scored = [chunk.choices[0].logprobs for chunk in chunks]
+    entries = [entry for logprobs in scored if logprobs for entry in logprobs.content]
+    assert len(entries) == 6
+    for entry in entries:
+        tops = entry.top_logprobs
+        assert len(tops) == 3 and tops[0].token == entry.token
+        assert tops[0].logprob == entry.logprob >= tops[1].logprob >= tops[2].logprob
+        assert sum(math.exp(top.logprob) for top in tops) <= 1 + 1e-5
+
+
+def test_a_completion_lists_the_likeliest_tokens_and_the_chosen_one(client):
+    settings = {"model": "tiny", "prompt": "def f(", "max_tokens": 5, "temperature": 0}
+    found = client.completions.create(**settings, logprobs=2).choices[0].logprobs
+    assert len(found.top_logprobs) == 5
+    for token, logprob, top in zip(
+        found.tokens, found.token_logprobs, found.top_logprobs, strict=True
+    ):
+        assert len(top) == 2 and top[token] == logprob == max(top.values())
 
 
 def test_a_seed_repeats_and_n_answers_differ(client):
@@ -173,7 +198,8 @@ def test_a_text_is_completed(client):
 @pytest.mark.parametrize(
     "settings, param",
     [
-        ({"top_logprobs": 2, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
         ({"frequency_penalty": 3}, "frequency_penalty"),
         ({"extra_body": {"best_of": 2}}, "best_of"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
