@@ -194,7 +194,9 @@ def main() -> None:
     assert len(ids) == args.tokens, "the model's context or the source is too short"
     read_afresh(model, tuple(ids[:700]), context)[0].fork().close()  # programs become ready
 
-    ours, _ = read_afresh(model, tuple(ids), context)
+    ours = oj.Session(model, context=context)
+    ours.append(ids)
+    first_token(ours)
     ours.append(ids[:40])
     turn_s = first_token(ours)
     turn = ours.reuse

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bench.serving import server
+from openjet_jax.server import app
 from openjet_jax.server.config import ServerConfig
 from openjet_jax.server.security import key_scope
 from tests.server.conftest import CONTEXT, running
@@ -108,6 +109,16 @@ def test_a_body_beyond_the_limit_is_refused(locked):
     headers = JSON | {"Authorization": f"Bearer {KEYS[0]}"}
     status, _ = ask(locked, "POST", "/v1/completions", b" " * 4000, headers)
     assert status == 413
+
+
+def test_a_body_that_does_not_arrive_is_given_up(locked, monkeypatch):
+    monkeypatch.setattr(app, "MAX_BODY_S", 0.2)
+    where = urllib.parse.urlsplit(locked)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Length: 9\r\n"
+    head += f"Content-Type: application/json\r\nAuthorization: Bearer {KEYS[0]}\r\n\r\n{{"
+    with socket.create_connection((where.hostname, where.port), timeout=60) as client:
+        client.sendall(head.encode())
+        assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
 
 
 def test_two_keys_share_no_prefix(locked):

@@ -133,7 +133,7 @@ def test_the_model_calls_a_tool_and_reads_its_result(client):
     assert after.usage.prompt_tokens_details.cached_tokens >= answer.usage.prompt_tokens
 
 
-def test_the_example_agent_reads_the_file_it_is_asked_for(client, tmp_path, monkeypatch):
+def test_the_example_agent_calls_its_tool_and_ends_with_an_answer(client, tmp_path, monkeypatch):
     path = pathlib.Path(__file__).parents[2] / "docs" / "examples" / "agent.py"
     spec = importlib.util.spec_from_file_location("agent", path)
     assert spec is not None and spec.loader is not None
@@ -143,10 +143,9 @@ def test_the_example_agent_reads_the_file_it_is_asked_for(client, tmp_path, monk
     (tmp_path / "notes.txt").write_text("Buy milk.")
     results = []
     result_of = agent.result_of
-    monkeypatch.setattr(agent, "result_of", lambda call: results.append(result_of(call)) or "x")
-    monkeypatch.setattr(agent, "MAX_STEPS", 1)
-    agent.run(client, "Read the file notes.txt")
-    assert len(results) == 1
+    monkeypatch.setattr(agent, "result_of", lambda c: results.append(result_of(c)) or results[-1])
+    answer = agent.run(client, "Read the file notes.txt")
+    assert results and answer and not answer.startswith("no answer")
     assert agent.read_file("notes.txt") == "Buy milk."
     assert agent.read_file("../x").startswith("error") and agent.read_file("y").startswith("error")
 
