@@ -7,7 +7,7 @@ Three servers of the bundled model, each a process of its own, one after the oth
     load     8 clients, requests of many kinds: whole answers, streams, streams left at any moment,
              bodies that are no request. Memory is compared once a quarter of them is done and at
              the end, with the median of many samples.
-    leaving  7 long streams and a client that leaves its own, again and again: how long until its
+    leaving  3 long streams and a client that leaves its own, again and again: how long until its
              place is free, seen from outside.
     shares   8 streams of different kinds for the same time: how the device's time was divided.
 
@@ -36,7 +36,7 @@ from typing import Any
 from bench.manifest import ROOT
 from bench.summary import Figure, record
 
-MODEL, CLIENTS = "tiny", 8
+MODEL, CLIENTS, STEADY = "tiny", 8, 3
 WORDS = (
     "read write parse area lines stack merge path count sort file value name tree node sum".split()
 )
@@ -189,7 +189,7 @@ async def settled(address: str, seconds: float = 10) -> dict[str, float]:
 
 
 async def load(
-    address: str, count: int, *, clients: int = CLIENTS, seed: int = 0, longest: int = 120
+    address: str, count: int, *, clients: int = CLIENTS, seed: int = 0, longest: int = 60
 ) -> dict[int, int]:
     """Sends requests of every kind from several clients at once; returns counts by status.
 
@@ -323,20 +323,20 @@ def _long(address: str, number: int, **fields: Any):
 
 
 async def left(address: str, times: int) -> dict[str, Any]:
-    """Returns how long a place stays taken after its client has left, while 7 others are served."""
-    steady = [asyncio.ensure_future(_long(address, number)) for number in range(CLIENTS - 1)]
+    """Returns how long a place stays taken after its client has left, beside `STEADY` others."""
+    steady = [asyncio.ensure_future(_long(address, number)) for number in range(STEADY)]
     delays: list[float] = []
     rng = random.Random(0)
     try:
-        while places(await metrics(address), "running") < CLIENTS - 1:
+        while places(await metrics(address), "running") < STEADY:
             await asyncio.sleep(0.05)
         begin = await metrics(address)
         for _ in range(times):
             body = chat(rng.choices(WORDS, k=8), stream=True, max_tokens=500, temperature=2.0)
-            leave = rng.randint(2, 6)
+            leave = rng.randint(1, 4)
             await ask(address, Sent("/v1/chat/completions", _bytes(body), leave_after=leave))
             closed = time.perf_counter()
-            while places(await metrics(address), "running") > CLIENTS - 1:
+            while places(await metrics(address), "running") > STEADY:
                 await asyncio.sleep(0.001)
             delays.append(time.perf_counter() - closed)
         end = await metrics(address)
@@ -389,7 +389,7 @@ def main() -> None:
     with server(*many, "--context", "2048", "--prefix-mib", "32") as (address, process):
         under_load = asyncio.run(loaded(address, process.pid, args.requests))
     print(under_load, flush=True)
-    with server(*many) as (address, process):
+    with server("--agents", str(STEADY + 1)) as (address, process):
         leaving = asyncio.run(left(address, args.leaves))
     print(leaving, flush=True)
     with server(*many, "--request-timeout", str(args.share_seconds)) as (address, process):
