@@ -5,6 +5,7 @@ A burst may run past a stop string: tokens after the one that completes it are d
 """
 
 import dataclasses
+import time
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -13,10 +14,10 @@ from jaxtyping import Float, Int
 from openjet_jax.constraint import Constraint
 from openjet_jax.conversation import Conversation
 from openjet_jax.depth import DepthPolicy, parse_depth
-from openjet_jax.dispatches import check_stop_ids
+from openjet_jax.dispatches import TopLogprobs, check_stop_ids
 from openjet_jax.loading import Model
 from openjet_jax.sampling import check_bias
-from openjet_jax.settings import Sampling, SamplingKind
+from openjet_jax.settings import MAX_TOP_LOGPROBS, Sampling, SamplingKind
 from openjet_jax.stats import Stats
 from openjet_jax.stop_strings import StopMatcher
 from openjet_jax.tokenizer import Detokenizer
@@ -32,7 +33,9 @@ class Generation:
       text: the new text, without control tokens, cut before a stop string.
       token_ids: the new tokens, a stop id or the token completing a stop string included.
       logprobs: log-probability of each token under the unfiltered model.
-      finish_reason: "stop" at a stop id or stop string, "length" at the most tokens that fit.
+      top_logprobs: for each token the likeliest in its place; empty unless asked for.
+      finish_reason: "stop" at a stop id or stop string, "length" at the most tokens that fit,
+        "timeout" at the deadline.
       stats: counts and times.
       accepted: for each cycle after the first token's, how many drafts survived.
     """
@@ -40,6 +43,7 @@ class Generation:
     text: str
     token_ids: Int[np.ndarray, " new"]
     logprobs: Float[np.ndarray, " new"]
+    top_logprobs: list[TopLogprobs]
     finish_reason: str
     stats: Stats
     accepted: list[int]
@@ -64,6 +68,7 @@ class Piece:
       text: characters that are certain: whole, and not the beginning of a stop string.
       token_ids: tokens behind this piece; text may lag behind them.
       logprobs: of those tokens.
+      top_logprobs: for each of them the likeliest in its place; empty unless asked for.
       cycles: (drafted, accepted) of the cycles that ran.
       finish_reason: None until the last piece.
       stats: counts and times so far.
@@ -72,6 +77,7 @@ class Piece:
     text: str
     token_ids: list[int]
     logprobs: list[float]
+    top_logprobs: list[TopLogprobs]
     cycles: list[tuple[int, int]]
     finish_reason: str | None
     stats: Stats
@@ -79,7 +85,24 @@ class Piece:
     @classmethod
     def of_reading(cls, stats: Stats) -> "Piece":
         """Returns the piece of a dispatch that read and generated nothing."""
-        return cls(text="", token_ids=[], logprobs=[], cycles=[], finish_reason=None, stats=stats)
+        return cls._empty(None, stats)
+
+    @classmethod
+    def of_end(cls, text: str, stats: Stats) -> "Piece":
+        """Returns the last piece of an answer that ends with the context, without a token more."""
+        return dataclasses.replace(cls._empty("length", stats), text=text)
+
+    @classmethod
+    def _empty(cls, finish_reason: str | None, stats: Stats) -> "Piece":
+        return cls(
+            text="",
+            token_ids=[],
+            logprobs=[],
+            top_logprobs=[],
+            cycles=[],
+            finish_reason=finish_reason,
+            stats=stats,
+        )
 
 
 def depth_policy(model: Model, depth: int | str | None) -> DepthPolicy:
@@ -106,6 +129,8 @@ class AnswerSettings:
       stop_ids: ids that end it.
       cycles_per_dispatch: cycles between two looks of the host; None for the most compiled.
       constraint: restricts every token, or None.
+      top_logprobs: likeliest tokens to report beside each.
+      deadline: by `time.monotonic`, when the answer ends after the dispatch that runs; or None.
     """
 
     sampling: Sampling
@@ -115,11 +140,14 @@ class AnswerSettings:
     stop_ids: tuple[int, ...]
     cycles_per_dispatch: int | None
     constraint: Constraint | None
+    top_logprobs: int
+    deadline: float | None
 
     @property
     def kind(self) -> SamplingKind:
         """The sampling program that is needed."""
-        return dataclasses.replace(self.sampling.kind, masked=self.constraint is not None)
+        masked, ranked = self.constraint is not None, self.top_logprobs > 0
+        return dataclasses.replace(self.sampling.kind, masked=masked, ranked=ranked)
 
 
 def answer_settings(
@@ -133,6 +161,8 @@ def answer_settings(
     ignore_eos: bool = False,
     cycles_per_dispatch: int | None = None,
     constraint: Constraint | None = None,
+    top_logprobs: int = 0,
+    deadline: float | None = None,
 ) -> AnswerSettings:
     """Returns checked settings; arguments are those of `stream`.
 
@@ -142,6 +172,8 @@ def answer_settings(
     StopMatcher(stop)
     if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
         raise ValueError(f"{max_new_tokens=} must be an integer, at least 1")
+    if not isinstance(top_logprobs, int) or not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
+        raise ValueError(f"{top_logprobs=} must be in 0..{MAX_TOP_LOGPROBS}; 0 reports none")
     if ignore_eos and stop_ids:
         raise ValueError(f"ignore_eos contradicts {stop_ids=}; leave one out")
     config, sampling = model.config, sampling or Sampling()
@@ -156,6 +188,8 @@ def answer_settings(
         stop_ids=tuple(stops),
         cycles_per_dispatch=cycles_per_dispatch,
         constraint=constraint,
+        top_logprobs=top_logprobs,
+        deadline=deadline,
     )
 
 
@@ -183,6 +217,7 @@ def answer(
         cycles_per_dispatch=settings.cycles_per_dispatch,
         constraint=settings.constraint,
         output_start=output_start,
+        top_logprobs=settings.top_logprobs,
     )
     matcher, stats = StopMatcher(settings.stop), conversation.stats
     detokenizer = Detokenizer(model.tokenizer)
@@ -200,12 +235,15 @@ def answer(
             reason = "stop"
         elif stats.new_tokens >= settings.max_new_tokens:
             reason = "length"
+        elif settings.deadline is not None and time.monotonic() >= settings.deadline:
+            reason = "timeout"
         if reason is not None and matcher.found is None:
             text += matcher.push(detokenizer.finish()) + matcher.finish()
         yield Piece(
             text=text,
             token_ids=burst.token_ids[:used],
             logprobs=burst.logprobs[:used],
+            top_logprobs=burst.top_logprobs[:used],
             cycles=burst.cycles,
             finish_reason=reason,
             stats=stats,
@@ -213,9 +251,7 @@ def answer(
         if reason is not None:
             return
     tail = matcher.push(detokenizer.finish()) + matcher.finish()
-    yield Piece(
-        text=tail, token_ids=[], logprobs=[], cycles=[], finish_reason="length", stats=stats
-    )
+    yield Piece.of_end(tail, stats)
 
 
 def joined(pieces: Iterable[Piece]) -> Generation:
@@ -226,6 +262,7 @@ def joined(pieces: Iterable[Piece]) -> Generation:
         text="".join(piece.text for piece in pieces),
         token_ids=np.asarray([i for piece in pieces for i in piece.token_ids], np.int32),
         logprobs=np.asarray([p for piece in pieces for p in piece.logprobs], np.float32),
+        top_logprobs=[row for piece in pieces for row in piece.top_logprobs],
         finish_reason=str(pieces[-1].finish_reason),
         stats=pieces[-1].stats,
         accepted=[accepted for _, accepted in cycles[1:]],

@@ -70,8 +70,7 @@ def _answer(session: Session, settings: dict) -> str:
 def _deferred_interrupt() -> Iterator[threading.Event]:
     """Yields an event that the first interrupt sets; a second one raises KeyboardInterrupt.
 
-    An interrupt between a program and the reading of its result would leave a conversation whose
-    host and device sides disagree, so the answer is stopped between two bursts.
+    So the answer stops between two bursts, with every token shown that the history holds.
     """
     event = threading.Event()
 

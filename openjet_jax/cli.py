@@ -79,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--queue", type=int, default=32, help="requests that may wait for a place")
     sub.add_argument("--depth", help='drafts a cycle: 0..5, "4/3" (3 after a rejection), "auto"')
     sub.add_argument("--max-tokens", type=int, help="most tokens of an answer")
+    sub.add_argument("--request-timeout", type=float, help="most seconds of a request")
+    sub.add_argument("--prefix-mib", type=int, default=4096, help="host memory for prefixes")
     sub.add_argument("--api-key-file", type=Path, help="file of keys, one a line")
     sub.add_argument("--session-dir", type=Path, help="keep conversations here across restarts")
 
@@ -171,7 +173,10 @@ def _chat(args: argparse.Namespace) -> None:
 
 
 def _serve(args: argparse.Namespace) -> None:
+    from openjet_jax.loading import contents
+
     try:
+        from openjet_jax.server.capacity import serving_plan
         from openjet_jax.server.config import ServerConfig
         from openjet_jax.server.serve import serve
     except ModuleNotFoundError as error:
@@ -190,8 +195,14 @@ def _serve(args: argparse.Namespace) -> None:
         context=args.context,
         kv_dtype=args.kv_dtype,
         depth=args.depth,
+        request_timeout_s=args.request_timeout,
+        prefix_bytes=args.prefix_mib << 20,
         session_dir=args.session_dir,
     )
+    plan = serving_plan(contents(args.model), config)
+    plan.check()
+    config = plan.fitted(config)
+    print(plan.text(config), flush=True)
     serve(model_of(args), config)
 
 

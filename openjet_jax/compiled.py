@@ -132,11 +132,14 @@ class Programs:
         )
         args = (self.weight_specs, self.state_specs, count)
         leaf: Any = 0
-        info = CycleInfo(*(leaf for _ in dataclasses.fields(CycleInfo)))
+        fields = {field.name: leaf for field in dataclasses.fields(CycleInfo)}
+        if not kind.ranked:
+            fields |= {"top_logprobs": None, "top_ids": None}
+        info = CycleInfo(**fields)
         out = (self.state_specs, info, 0)
         return self._get(
             f"cycles_{kind.method}{'_adjusted' * kind.adjusted}{'_masked' * kind.masked}"
-            f"_depth{max_depth}",
+            f"{'_ranked' * kind.ranked}_depth{max_depth}",
             run,
             args,
             out,

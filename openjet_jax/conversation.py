@@ -26,6 +26,7 @@ from openjet_jax.dispatches import (
     cycles_of,
     dispatches,
 )
+from openjet_jax.interrupts import undivided
 from openjet_jax.sampling import initial_sampling_state
 from openjet_jax.settings import Sampling
 from openjet_jax.state import DecodeState, Request
@@ -113,13 +114,14 @@ class Conversation:
             start = time.perf_counter()
             tokens = np.zeros(rows + 1, np.int32)
             tokens[: count + 1] = known[at : at + count + 1]
-            self.state, _ = self.programs.prefill(rows)(
-                self.weights, self.state, tokens, np.int32(count)
-            )
-            jax.block_until_ready(self.state.length)
-            added = known[at + bool(self.ids) : at + count + 1]
+            with undivided():
+                self.state, _ = self.programs.prefill(rows)(
+                    self.weights, self.state, tokens, np.int32(count)
+                )
+                jax.block_until_ready(self.state.length)
+                added = known[at + bool(self.ids) : at + count + 1]
+                self.ids += added.tolist()
             at += count
-            self.ids += added.tolist()
             self.stats.prefill_s += time.perf_counter() - start
             self.stats.prompt_tokens += len(added)
             yield
@@ -131,7 +133,7 @@ class Conversation:
 
     @property
     def sound(self) -> bool:
-        """Whether host and device agree; a dispatch that was interrupted leaves them apart."""
+        """Whether host and device agree; a dispatch that failed leaves them apart."""
         length = self.state.length
         deleted = isinstance(length, jax.Array) and length.is_deleted()
         return not deleted and int(length) == self.length
@@ -151,16 +153,18 @@ class Conversation:
         self.prepare(self.programs.rewind)
         tokens = np.zeros(self.state.tokens.shape, np.int32)
         tokens[: len(ids)] = ids
-        self.state = self.programs.rewind()(
-            self.state, checkpoint, tokens, np.int32(max(len(ids) - 1, 0))
-        )
-        self.ids = list(ids)
+        with undivided():
+            self.state = self.programs.rewind()(
+                self.state, checkpoint, tokens, np.int32(max(len(ids) - 1, 0))
+            )
+            self.ids = list(ids)
 
     def reset(self) -> None:
         """Starts over, with nothing read."""
-        self.ids = []
-        del self.state  # or two states would be alive at once
-        self.state = self.programs.start()()
+        with undivided():
+            self.ids = []
+            del self.state  # or two states would be alive at once
+            self.state = self.programs.start()()
 
     def close(self) -> None:
         """Frees the device's memory; the conversation can no longer be used."""
@@ -185,7 +189,8 @@ class Conversation:
     def write_block(self, block: KVBlock, index: int) -> None:
         """Puts a block into the caches; a `rewind` to a position behind it must follow."""
         self.prepare(self.programs.write_block)
-        self.state = self.programs.write_block()(self.state, block, np.int32(index))
+        with undivided():
+            self.state = self.programs.write_block()(self.state, block, np.int32(index))
 
     def hold_tokens(self) -> None:
         """Makes the draft vocabulary hold the text's own tokens, after caches were written."""
@@ -196,9 +201,10 @@ class Conversation:
         for at in range(0, len(self.ids), rows):
             part = np.asarray(self.ids[at : at + rows], np.int32)
             tokens = np.pad(part, (0, rows - len(part)))
-            self.state = self.programs.hold_tokens(rows)(
-                self.weights, self.state, tokens, np.int32(len(part))
-            )
+            with undivided():
+                self.state = self.programs.hold_tokens(rows)(
+                    self.weights, self.state, tokens, np.int32(len(part))
+                )
 
     def run(
         self,
@@ -210,6 +216,7 @@ class Conversation:
         cycles_per_dispatch: int | None = None,
         constraint: Constraint | None = None,
         output_start: int | None = None,
+        top_logprobs: int = 0,
     ) -> Iterator[Burst]:
         """Yields what each dispatch emits, until a stop id or the last token that fits.
 
@@ -223,6 +230,8 @@ class Conversation:
             dispatch runs a single one.
           output_start: position from which penalties count tokens as output; by default all of them
             so far are prompt.
+          top_logprobs: how many of the likeliest tokens to report beside each, at most
+            `MAX_TOP_LOGPROBS`; more than none takes a program of its own.
 
         Raises:
           ValueError: nothing was read yet, or a limit is exceeded.
@@ -231,7 +240,7 @@ class Conversation:
         check_stop_ids(stop_ids, self.programs.config.vocab)
         if not self.ids:
             raise ValueError("nothing was read yet: a conversation starts with a prompt")
-        kind = sampling.kind
+        kind = dataclasses.replace(sampling.kind, ranked=top_logprobs > 0)
         if constraint is not None:
             kind, count = dataclasses.replace(kind, masked=True), 1
         times = self.programs.cycle_times.setdefault(kind, CycleTime())
@@ -247,8 +256,10 @@ class Conversation:
                 self.state = restricted(self.state, constraint)
             # The first token is shown as soon as it exists.
             now = np.int32(count if self.stats.dispatches else 1)
-            self.state, infos, ran = program(self.weights, self.state, now)
-            burst = burst_of(*jax.device_get((infos, ran)))
+            with undivided():
+                self.state, infos, ran = program(self.weights, self.state, now)
+                burst = burst_of(*jax.device_get((infos, ran)), top_logprobs)
+                self.ids += burst.token_ids
             seconds = time.perf_counter() - start
             remaining -= len(burst.token_ids)
             self._count(burst, seconds)
@@ -289,7 +300,7 @@ class Conversation:
         )
 
     def _count(self, burst: Burst, seconds: float) -> None:
-        """Takes a burst into the conversation's ids and stats."""
+        """Takes a burst into the stats."""
         stats = self.stats
         if not stats.dispatches:
             stats.first_token_s = stats.prefill_s + seconds
@@ -297,4 +308,3 @@ class Conversation:
         stats.decode_s += seconds
         stats.new_tokens += len(burst.token_ids)
         stats.count(burst.cycles)
-        self.ids += burst.token_ids

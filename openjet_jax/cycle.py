@@ -19,7 +19,15 @@ from jaxtyping import Array, Bool, Float, Int
 from openjet_jax.architectures import architecture_of, logits
 from openjet_jax.config import ROWS, ModelConfig
 from openjet_jax.draft_vocabulary import draft_logits, hold
-from openjet_jax.sampling import accept, adjust, choose, log_probabilities, observe, restrict
+from openjet_jax.sampling import (
+    accept,
+    adjust,
+    choose,
+    log_probabilities,
+    observe,
+    restrict,
+    top_log_probabilities,
+)
 from openjet_jax.settings import SamplingKind
 from openjet_jax.state import CycleInfo, DecodeState, Request
 from openjet_jax.weights import Weights
@@ -59,6 +67,7 @@ def cycle(
                 adjusted = restrict(adjusted, state.request.allowed)
             chosen = choose(adjusted, start + 1 + row, sampling, kind)
             logprobs = log_probabilities(raw, chosen, vocab_used=used)
+            top = top_log_probabilities(raw, vocab_used=used) if kind.ranked else (None, None)
     with jax.named_scope("commit"):
         accepted = accept(state.drafts, state.num_drafts, chosen)
         num_tokens, stopped = _cut(chosen, accepted, state.request)
@@ -66,6 +75,8 @@ def cycle(
         info = CycleInfo(
             tokens=emitted,
             logprobs=jnp.where(row < num_tokens, logprobs, 0.0),
+            top_logprobs=top[0],
+            top_ids=top[1],
             num_tokens=num_tokens,
             drafted=state.num_drafts,
             accepted=accepted,

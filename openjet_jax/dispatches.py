@@ -9,6 +9,9 @@ from jaxtyping import Int
 
 from openjet_jax.config import MAX_STOP_IDS, DecodeConfig
 
+type TopLogprobs = list[tuple[int, float]]
+"""Ids and log-probabilities of the likeliest tokens of one row, best first."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Burst:
@@ -17,12 +20,14 @@ class Burst:
     Attributes:
       token_ids: ids in order.
       logprobs: log-probability of each under the unfiltered model.
+      top_logprobs: what else was likely in the place of each; empty unless asked for.
       cycles: (drafted, accepted) of each cycle that ran.
       stopped: whether the last id is a stop id.
     """
 
     token_ids: list[int]
     logprobs: list[float]
+    top_logprobs: list[TopLogprobs]
     cycles: list[tuple[int, int]]
     stopped: bool
 
@@ -93,19 +98,30 @@ def dispatches(
     return plan
 
 
-def burst_of(infos, ran) -> Burst:
-    """Returns the readable form of one dispatch's infos, as NumPy arrays."""
+def burst_of(infos, ran, top: int = 0) -> Burst:
+    """Returns the readable form of one dispatch's infos, as NumPy arrays.
+
+    Args:
+      infos: of its cycles.
+      ran: how many cycles ran.
+      top: how many of the likeliest tokens to report beside each; 0 reports none.
+    """
     ids: list[int] = []
     logprobs: list[float] = []
+    ranked: list[TopLogprobs] = []
     cycles: list[tuple[int, int]] = []
     for i in range(int(ran)):
         num_tokens = int(infos.num_tokens[i])
         ids += infos.tokens[i, :num_tokens].tolist()
         logprobs += infos.logprobs[i, :num_tokens].tolist()
+        for row in range(num_tokens if top else 0):
+            best = infos.top_ids[i, row, :top].tolist(), infos.top_logprobs[i, row, :top].tolist()
+            ranked.append(list(zip(*best, strict=True)))
         cycles.append((int(infos.drafted[i]), int(infos.accepted[i])))
     return Burst(
         token_ids=ids,
         logprobs=logprobs,
+        top_logprobs=ranked,
         cycles=cycles,
         stopped=bool(ran) and bool(infos.stopped[int(ran) - 1]),
     )

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 import openjet_jax
+from openjet_jax.memory import host_memory
 from openjet_jax.program_store import cache_directory
 from openjet_jax.tiling import resolve_backend
 
@@ -37,7 +38,7 @@ def examine() -> dict[str, Any]:
     """
     devices, hazards = _devices()
     cache = _cache()
-    memory = _memory()
+    memory = host_memory()
     facts = {
         "versions": {"openjet-jax": openjet_jax.__version__}
         | {name: importlib.metadata.version(name) for name in PACKAGES},
@@ -85,16 +86,6 @@ def _backend(devices: list[dict[str, Any]]) -> dict[str, str]:
         "reference": "plain jax.numpy, compiled by XLA; there are kernels for sm_90 GPUs only",
     }
     return {"name": name, "device": devices[0]["kind"], "why": why[name]}
-
-
-def _memory() -> dict[str, int]:
-    """Returns the machine's total and available memory in bytes, as far as Linux tells."""
-    try:
-        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return {}
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
-    return {"total": kib["MemTotal"] * 1024, "available": kib["MemAvailable"] * 1024}
 
 
 def _cache() -> dict[str, Any]:

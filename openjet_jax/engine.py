@@ -8,7 +8,7 @@ import numpy as np
 
 from openjet_jax.answers import Generation, Piece, answer, answer_settings, joined
 from openjet_jax.compiled import Programs
-from openjet_jax.config import DecodeConfig
+from openjet_jax.config import DecodeConfig, ModelConfig
 from openjet_jax.constraint import Constraint
 from openjet_jax.conversation import Conversation
 from openjet_jax.dispatches import checked_ids, chunk_sizes, cycles_of
@@ -21,11 +21,13 @@ type Prompt = str | Sequence[int] | np.ndarray | jax.Array
 DEFAULT_CONTEXT = 4096
 
 
-def programs_for(model: Model, context: int | None = None, kv_dtype: str | None = None) -> Programs:
-    """Returns the model's programs at a context and cache format, kept with the model.
+def decode_config(
+    config: ModelConfig, context: int | None = None, kv_dtype: str | None = None
+) -> DecodeConfig:
+    """Returns the shapes a conversation lives in.
 
     Args:
-      model: the model.
+      config: the model's sizes.
       context: most positions; by default what the model was trained for, at most 4,096.
       kv_dtype: cache format; by default float32 on a CPU and bfloat16 elsewhere.
 
@@ -33,14 +35,17 @@ def programs_for(model: Model, context: int | None = None, kv_dtype: str | None 
       ValueError: a context beyond the model's, or an unknown format.
     """
     if context is None:
-        context = min(DEFAULT_CONTEXT, model.config.context)
-    if context > model.config.context:
-        raise ValueError(
-            f"{context=} is more than the {model.config.context} positions the model knows"
-        )
+        context = min(DEFAULT_CONTEXT, config.context)
+    if context > config.context:
+        raise ValueError(f"{context=} is more than the {config.context} positions the model knows")
     if kv_dtype is None:
         kv_dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    decode = DecodeConfig(context=context, kv_dtype=kv_dtype)
+    return DecodeConfig(context=context, kv_dtype=kv_dtype)
+
+
+def programs_for(model: Model, context: int | None = None, kv_dtype: str | None = None) -> Programs:
+    """Returns the model's programs in the shapes of `decode_config`, kept with the model."""
+    decode = decode_config(model.config, context, kv_dtype)
     if decode not in model.programs:
         model.programs[decode] = Programs(model.config, decode, model.weights, model.store)
     return model.programs[decode]
@@ -90,6 +95,8 @@ def stream(
     cycles_per_dispatch: int | None = None,
     conversation: Conversation | None = None,
     constraint: Constraint | None = None,
+    top_logprobs: int = 0,
+    deadline: float | None = None,
 ) -> Iterator[Piece]:
     """Yields text as it is generated, in bursts of one dispatch.
 
@@ -110,6 +117,9 @@ def stream(
       cycles_per_dispatch: cycles between two looks of the host.
       conversation: continues this one: the prompt is appended to it.
       constraint: restricts every token, whatever the depth; see `Constraint`.
+      top_logprobs: how many of the likeliest tokens to report beside each, 0..20. Programs that
+        report them are compiled on first use and take a little longer.
+      deadline: when the answer ends, by `time.monotonic`; the dispatch that runs then is the last.
 
     Raises:
       ValueError: a setting is off; the message names it, its limit and the way out.
@@ -124,6 +134,8 @@ def stream(
         ignore_eos=ignore_eos,
         cycles_per_dispatch=cycles_per_dispatch,
         constraint=constraint,
+        top_logprobs=top_logprobs,
+        deadline=deadline,
     )
     ids = prompt_ids(model, prompt, messages, template_options)
     if conversation is None:

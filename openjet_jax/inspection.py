@@ -14,7 +14,7 @@ from openjet_jax import leaf_files
 from openjet_jax.checkpoint import CheckpointConfig
 from openjet_jax.config import DecodeConfig
 from openjet_jax.loading import contents, located
-from openjet_jax.memory import memory_plan
+from openjet_jax.memory import memory_plan, size_text
 
 
 def inspect(
@@ -110,7 +110,7 @@ def _sections(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
                 row["format"],
                 f"{row['tensors']:,}",
                 f"{row['parameters']:,}",
-                _size(row["bytes"]),
+                size_text(row["bytes"]),
                 f"{8 * row['bytes'] / row['parameters']:.2f}",
             )
             for row in facts["formats"]
@@ -181,7 +181,7 @@ def _tensor_rows(tensors: list[Mapping[str, Any]]) -> list[tuple[str, ...]]:
         key = (tensor["field"], shape, tensor["type"], tensor["format"])
         groups.setdefault(key, []).append(tensor["bytes"])
     return [
-        (field, shape, str(len(sizes)), kind, form, _size(sum(sizes)))
+        (field, shape, str(len(sizes)), kind, form, size_text(sum(sizes)))
         for (field, shape, kind, form), sizes in groups.items()
     ]
 
@@ -189,14 +189,14 @@ def _tensor_rows(tensors: list[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 def _memory_rows(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [(f"weights: {name}", size) for name, size in memory["weights"].items()]
     rows += [
-        (f"keys and values, {_size(memory['kv_position'])} a position", memory["kv"]),
+        (f"keys and values, {size_text(memory['kv_position'])} a position", memory["kv"]),
         ("keys and values of the MTP block", memory["mtp_kv"]),
         ("recurrent state", memory["recurrent"]),
         ("other state", memory["other_state"]),
         ("workspace, estimated for plain JAX", memory["workspace"]),
         ("total", memory["total"]),
     ]
-    return [(name, _size(size)) for name, size in rows if size]
+    return [(name, size_text(size)) for name, size in rows if size]
 
 
 def _table(header: tuple[str, ...] | None, rows: list[tuple[str, ...]]) -> Table:
@@ -207,11 +207,3 @@ def _table(header: tuple[str, ...] | None, rows: list[tuple[str, ...]]) -> Table
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def _size(nbytes: int) -> str:
-    """Returns a size in binary units."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes} B"

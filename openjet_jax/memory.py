@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pathlib
 from collections.abc import Sequence
 
 import jax
@@ -15,6 +16,33 @@ from openjet_jax.draft_vocabulary import NUM_SLOTS
 from openjet_jax.state import DecodeState, capacity_for
 
 FLOAT_BYTES = 4
+
+
+def host_memory() -> dict[str, int]:
+    """Returns the machine's total and available memory in bytes, as far as Linux tells."""
+    try:
+        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    return {"total": kib["MemTotal"] * 1024, "available": kib["MemAvailable"] * 1024}
+
+
+def device_memory() -> int | None:
+    """Returns the bytes the first device has left, None if it does not tell; a CPU's are host's."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return host_memory().get("available")
+    stats = device.memory_stats() or {}
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0) if "bytes_limit" in stats else None
+
+
+def size_text(nbytes: int) -> str:
+    """Returns a size in binary units."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes} B"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,10 +73,14 @@ class MemoryPlan:
     workspace: int
 
     @property
+    def state(self) -> int:
+        """What a conversation takes, and each further one."""
+        return self.kv + self.mtp_kv + self.recurrent + self.other_state
+
+    @property
     def total(self) -> int:
         """All of it at once."""
-        state = self.kv + self.mtp_kv + self.recurrent + self.other_state
-        return sum(self.weights.values()) + state + self.workspace
+        return sum(self.weights.values()) + self.state + self.workspace
 
 
 def memory_plan(

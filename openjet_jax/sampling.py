@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt, UInt32
 
 from openjet_jax.filters import best_candidates, keep_candidates, keep_tokens
-from openjet_jax.settings import Sampling, SamplingKind
+from openjet_jax.settings import MAX_TOP_LOGPROBS, Sampling, SamplingKind
 
 
 class SamplingState(eqx.Module):
@@ -264,6 +264,25 @@ def log_probabilities(
       tokens: below `vocab_used`.
       vocab_used: static; ids at and above it are padding.
     """
-    used = jnp.arange(logits.shape[-1]) < vocab_used
-    log_p = jax.nn.log_softmax(jnp.where(used[None], logits, -jnp.inf), axis=-1)
+    log_p = _log_softmax(logits, vocab_used)
     return jnp.take_along_axis(log_p, tokens[:, None], axis=-1)[:, 0]
+
+
+def top_log_probabilities(
+    logits: Float[Array, "rows vocab"], *, vocab_used: int
+) -> tuple[Float[Array, "rows top"], Int[Array, "rows top"]]:
+    """Returns each row's `MAX_TOP_LOGPROBS` largest log-probabilities, best first, and their ids.
+
+    Of the same distribution as `log_probabilities`; the lowest id first among equals.
+
+    Args:
+      logits: not adjusted.
+      vocab_used: static; ids at and above it are padding.
+    """
+    values, ids = best_candidates(_log_softmax(logits, vocab_used))
+    return values[:, :MAX_TOP_LOGPROBS], ids[:, :MAX_TOP_LOGPROBS]
+
+
+def _log_softmax(logits: Float[Array, "rows vocab"], vocab_used: int) -> Float[Array, "rows vocab"]:
+    used = jnp.arange(logits.shape[-1]) < vocab_used
+    return jax.nn.log_softmax(jnp.where(used[None], logits, -jnp.inf), axis=-1)

@@ -199,7 +199,8 @@ class Session:
           every_dispatch: also yields a piece without tokens after every dispatch of reading, so
             that a scheduler gets the device back between two of them.
           **settings: of `stream`: `max_new_tokens`, `sampling`, `depth`, `stop`, `stop_ids`,
-            `ignore_eos`, `cycles_per_dispatch`, `constraint`.
+            `ignore_eos`, `cycles_per_dispatch`, `constraint`, `top_logprobs`,
+            `deadline`.
 
         Raises:
           ValueError: the history is empty or full, or a setting is off.

@@ -185,7 +185,7 @@ class SessionMemory:
         self._taken = max(self.checkpoints.positions, default=0)
 
     def mend(self) -> None:
-        """Forgets everything if an interrupted dispatch left host and device apart."""
+        """Forgets everything if a dispatch that failed left host and device apart."""
         if not self.conversation.sound:
             self._forget()
 
@@ -216,7 +216,10 @@ class SessionMemory:
         self.checkpoints.drop_after(-1)
 
     def _start_from(self, source: Source, ids: list[int]) -> None:
-        """Puts the device where reading starts, and drops the checkpoints of text that is gone."""
+        """Puts the device where reading starts, and drops the checkpoints of text that is gone.
+
+        Those go first: whatever interrupts the rest, no checkpoint of another text is left.
+        """
         conversation, at = self.conversation, source.kept
         if source.kind == "live":
             return
@@ -228,22 +231,23 @@ class SessionMemory:
             assert self._prefixes is not None
             self._prefixes.use(source.prefix)
             conversation.ids = []  # whatever interrupts the writing leaves an unsound conversation
+            self.checkpoints.drop_after(min(source.common, at))
             for index, block in enumerate(source.prefix.blocks):
                 conversation.write_block(block, index)
             conversation.rewind(source.prefix.checkpoint, ids[: at + 1])
             conversation.hold_tokens()
-            self.checkpoints.drop_after(min(source.common, at))
             self.checkpoints.put(at, "interval", source.prefix.checkpoint)
         else:
-            conversation.rewind(self.checkpoints.use(at), ids[: at + 1])
+            checkpoint = self.checkpoints.use(at)
             self.checkpoints.drop_after(at)
+            conversation.rewind(checkpoint, ids[: at + 1])
         self._taken = at
         conversation.stats.prompt_tokens += 1  # the newest token goes through the model once more
 
     def _forget(self) -> None:
-        self.conversation.reset()
         self.checkpoints.drop_after(-1)
         self._taken = 0
+        self.conversation.reset()
 
     def _borders(self, source: Source, ids: list[int]) -> list[int]:
         """Returns where to take checkpoints on the way.

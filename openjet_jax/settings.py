@@ -13,6 +13,9 @@ from typing import Any, Literal, TypeGuard
 CANDIDATES = 64
 """Largest top-k that is found without a search over the whole vocabulary."""
 
+MAX_TOP_LOGPROBS = 20
+"""Most alternatives that are reported beside a token."""
+
 Method = Literal["greedy", "plain", "top_k", "full"]
 
 
@@ -26,11 +29,13 @@ class SamplingKind:
       adjusted: whether penalties and bias are computed. A program that computes them is right for
         every request, one that does not only for requests without any.
       masked: whether rows choose among the tokens that a constraint allows them.
+      ranked: whether the likeliest tokens of every row are reported too.
     """
 
     method: Method = "greedy"
     adjusted: bool = False
     masked: bool = False
+    ranked: bool = False
 
     @property
     def draft(self) -> "SamplingKind":

@@ -136,6 +136,8 @@ class CycleInfo(eqx.Module):
     Attributes:
       tokens: emitted ids, the accepted drafts and one more; zeros beyond `num_tokens`.
       logprobs: log-probability of each emitted token under the unfiltered model.
+      top_logprobs, top_ids: the likeliest tokens of every row, best first; None unless the program
+        is of a `ranked` kind.
       num_tokens: emitted tokens (0 only in a cycle that did not run).
       drafted: drafts this cycle verified.
       accepted: drafts that survived; before any cut at a stop token or the length.
@@ -144,6 +146,8 @@ class CycleInfo(eqx.Module):
 
     tokens: Int[Array, " rows"]
     logprobs: Float[Array, " rows"]
+    top_logprobs: Float[Array, "rows top"] | None
+    top_ids: Int[Array, "rows top"] | None
     num_tokens: Int[Array, ""]
     drafted: Int[Array, ""]
     accepted: Int[Array, ""]

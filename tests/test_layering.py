@@ -11,7 +11,7 @@ PACKAGES = {"convert", "server"}  # inside openjet_jax
 OUTSIDE = {"tests", "bench"}
 # Inside openjet_jax a module imports only from groups before its own, or from its own.
 ORDER = [
-    {"config", "program_store", "dispatches"},
+    {"config", "program_store", "dispatches", "interrupts"},
     {"settings"},
     {"filters", "weights"},
     {"qwen4exp_weights"},

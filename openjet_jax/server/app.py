@@ -28,6 +28,9 @@ from openjet_jax.server.requests import (
 from openjet_jax.server.security import Gate, error_response
 from openjet_jax.server.service import Answers, Service
 
+MAX_BODY_S = 60
+"""Longest that a client may take to send a body, in seconds."""
+
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self' 'unsafe-inline'; "
     "style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -141,10 +144,14 @@ class _Api:
         if media != "application/json":
             raise ApiError(415, "the body must be of Content-Type application/json")
         most, body = self._config.max_body_bytes, bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > most:
-                raise ApiError(413, f"the body is larger than {most} bytes")
+        try:
+            async with asyncio.timeout(MAX_BODY_S):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise ApiError(413, f"the body is larger than {most} bytes")
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {MAX_BODY_S} s") from None
         return bytes(body)
 
     async def _pieces(self, answers: Answers, arrived: float):

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from openjet_jax.checkpoint_store import CheckpointBudget
 from openjet_jax.depth import parse_depth
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -24,6 +25,9 @@ class ServerConfig:
       context: most positions of a conversation, prompt and answer.
       kv_dtype: format of the key-value cache.
       depth: drafts a cycle, as in `stream`.
+      request_timeout_s: longest that a request may take, its wait for a place included; None sets
+        no limit.
+      checkpoints: bytes that checkpoints of one conversation may take.
       prefix_bytes: host memory for prefixes that conversations share.
       session_dir: where conversations are kept when the server ends; None keeps none.
       shutdown_s: how long running answers may take to end when the server is told to.
@@ -40,6 +44,8 @@ class ServerConfig:
     context: int | None = None
     kv_dtype: str | None = None
     depth: str | None = None
+    request_timeout_s: float | None = None
+    checkpoints: CheckpointBudget = dataclasses.field(default_factory=CheckpointBudget)
     prefix_bytes: int = 4 << 30
     session_dir: Path | None = None
     shutdown_s: int = 30
@@ -51,6 +57,11 @@ class ServerConfig:
             "agents": (self.agents, 1, 8),
             "queue_len": (self.queue_len, 0, 10_000),
             "max_tokens": (1 if self.max_tokens is None else self.max_tokens, 1, 1 << 24),
+            "request_timeout_s": (
+                1 if self.request_timeout_s is None else self.request_timeout_s,
+                0.001,
+                1e6,
+            ),
             "max_body_bytes": (self.max_body_bytes, 1 << 10, 1 << 30),
             "prefix_bytes": (self.prefix_bytes, 0, 1 << 40),
             "shutdown_s": (self.shutdown_s, 0, 3600),

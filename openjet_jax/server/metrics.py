@@ -14,13 +14,16 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 class Metrics:
     """The counters of one server, in a registry of their own."""
 
-    def __init__(self, counts: Callable[[], Mapping[str, int]]):
+    def __init__(
+        self, counts: Callable[[], Mapping[str, int]], programs: Callable[[], Mapping[str, int]]
+    ):
         """Starts at zero.
 
         Args:
           counts: returns how many tasks wait, answers run and conversations are idle.
+          programs: returns how many programs were compiled, and found compiled.
         """
-        self._counts = counts
+        self._counts, self._programs = counts, programs
         own = self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -35,6 +38,7 @@ class Metrics:
         self._dispatch = histogram("dispatch_seconds", "One turn of the device")
         self._first = histogram("first_token_seconds", "From a request's arrival to its first text")
         self._places = Gauge("openjet_conversations", "By state", ["state"], registry=own)
+        self._made = Gauge("openjet_programs", "Made ready, by way", ["way"], registry=own)
 
     def request(self, path: str, status: int) -> None:
         """Counts a response."""
@@ -65,4 +69,6 @@ class Metrics:
         """Returns everything in Prometheus's text format."""
         for state, count in self._counts().items():
             self._places.labels(state).set(count)
+        for way, count in self._programs().items():
+            self._made.labels(way).set(count)
         return generate_latest(self.registry)

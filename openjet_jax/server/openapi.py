@@ -31,7 +31,8 @@ _ERROR = {
     },
 }
 _OBJECT = {"application/json": {"schema": {"type": "object"}}}
-_ERRORS = {status: _ERROR for status in ("400", "401", "403", "404", "413", "415", "429", "503")}
+_STATUSES = (400, 401, 403, 404, 405, 408, 413, 415, 429, 431, 503)
+_ERRORS = {str(status): _ERROR for status in _STATUSES}
 
 
 def description(model: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from openjet_jax.answers import Piece
+from openjet_jax.dispatches import TopLogprobs
 from openjet_jax.server.arguments import parameter_schemas, read_arguments
 from openjet_jax.server.parsing import END_THINK, Call, Event, ReplyParser, Text
 from openjet_jax.server.requests import Function
@@ -22,11 +23,21 @@ def encoded(value: Any) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
+@dataclasses.dataclass(frozen=True)
+class ScoredToken:
+    """A token of an answer: its id, its log-probability, and what else was likely there."""
+
+    token: int
+    logprob: float
+    top: TopLogprobs
+
+
 class Reply:
     """One answer as it comes: what to send now, and the whole at the end.
 
     Attributes:
       finish_reason: None until the last piece; "stop", "length" or "tool_calls".
+      timed_out: whether the request's time ended it; to OpenAI's clients that is "length".
       num_tokens: generated so far.
       stats: of the generation, once a piece came.
     """
@@ -44,20 +55,23 @@ class Reply:
         """
         self._tokenizer, self._logprobs = tokenizer, logprobs
         self.finish_reason, self.num_tokens, self.stats = None, 0, None
+        self.timed_out = False
         self.started = Started(0, 0)
         self.token_ids: list[int] = []
-        self.tokens: list[tuple[int, float]] = []
+        self.tokens: list[ScoredToken] = []
 
     def take(self, piece: Piece) -> dict[str, Any]:
         """Returns what a piece adds to a choice, in the form of a chunk; empty if nothing."""
         self.num_tokens += len(piece.token_ids)
         self.stats, self.finish_reason = piece.stats, piece.finish_reason
+        if piece.finish_reason == "timeout":
+            self.finish_reason, self.timed_out = "length", True
         self.token_ids += piece.token_ids
-        new = list(zip(piece.token_ids, piece.logprobs, strict=True)) if self._logprobs else []
+        new = _scored(piece) if self._logprobs else []
         self.tokens += new
         return self._added(piece.text, piece.finish_reason is not None, new)
 
-    def _added(self, text: str, final: bool, new: list[tuple[int, float]]) -> dict[str, Any]:
+    def _added(self, text: str, final: bool, new: list[ScoredToken]) -> dict[str, Any]:
         raise NotImplementedError
 
     def token_text(self, token: int) -> str:
@@ -68,13 +82,18 @@ class Reply:
 class TextReply(Reply):
     """An answer of /v1/completions."""
 
-    def __init__(self, tokenizer: Tokenizer, *, logprobs: bool):
-        """As `Reply`."""
-        super().__init__(tokenizer, logprobs=logprobs)
-        self.text = ""
+    def __init__(self, tokenizer: Tokenizer, *, logprobs: int | None):
+        """Starts an empty answer.
+
+        Args:
+          tokenizer: of the model.
+          logprobs: how many of the likeliest tokens to list; None lists no log-probabilities.
+        """
+        super().__init__(tokenizer, logprobs=logprobs is not None)
+        self._ranked, self.text = bool(logprobs), ""
         self._offset = 0
 
-    def _added(self, text: str, final: bool, new: list[tuple[int, float]]) -> dict[str, Any]:
+    def _added(self, text: str, final: bool, new: list[ScoredToken]) -> dict[str, Any]:
         self.text += text
         if not (text or new or final):
             return {}
@@ -86,18 +105,31 @@ class TextReply(Reply):
         logprobs = self._listed(self.tokens) if self._logprobs else None
         return {"text": self.text, "logprobs": logprobs, "finish_reason": self.finish_reason}
 
-    def _listed(self, tokens: list[tuple[int, float]]) -> dict[str, Any]:
-        texts = [self.token_text(token) for token, _ in tokens]
+    def _listed(self, tokens: list[ScoredToken]) -> dict[str, Any]:
+        texts = [self.token_text(scored.token) for scored in tokens]
         offsets = []
         for text in texts:
             offsets.append(self._offset)
             self._offset += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [_finite(logprob) for _, logprob in tokens],
-            "top_logprobs": None,
+            "token_logprobs": [_finite(scored.logprob) for scored in tokens],
+            "top_logprobs": [self._top(scored) for scored in tokens] if self._ranked else None,
             "text_offset": offsets,
         }
+
+    def _top(self, scored: ScoredToken) -> dict[str, float]:
+        """Returns log-probabilities by text, the chosen token's among them, as OpenAI has it.
+
+        Parts of characters are told apart by their bytes, written as OpenAI does.
+        """
+        found: dict[str, float] = {}
+        for token, logprob in [*scored.top, (scored.token, scored.logprob)]:
+            name, data = self.token_text(token), self._tokenizer.token_bytes(token)
+            if name.encode() != data:
+                name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            found.setdefault(name, _finite(logprob))
+        return found
 
 
 class ChatReply(Reply):
@@ -127,7 +159,7 @@ class ChatReply(Reply):
         self.texts = {"reasoning": "", "content": ""}
         self.calls: list[dict[str, Any]] = []
 
-    def _added(self, text: str, final: bool, new: list[tuple[int, float]]) -> dict[str, Any]:
+    def _added(self, text: str, final: bool, new: list[ScoredToken]) -> dict[str, Any]:
         events = self._parser.push(text)
         if final:
             events += self._parser.finish()
@@ -183,17 +215,20 @@ class ChatReply(Reply):
             return 0
         return self.token_ids.index(end) if end in self.token_ids else self.num_tokens
 
-    def _listed(self, tokens: list[tuple[int, float]]) -> dict[str, Any]:
+    def _listed(self, tokens: list[ScoredToken]) -> dict[str, Any]:
         entries = [
-            {
-                "token": self.token_text(token),
-                "logprob": _finite(logprob),
-                "bytes": list(self._tokenizer.token_bytes(token)),
-                "top_logprobs": [],
-            }
-            for token, logprob in tokens
+            self._entry(scored.token, scored.logprob)
+            | {"top_logprobs": [self._entry(*other) for other in scored.top]}
+            for scored in tokens
         ]
         return {"content": entries, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self.token_text(token),
+            "logprob": _finite(logprob),
+            "bytes": list(self._tokenizer.token_bytes(token)),
+        }
 
 
 def usage(replies: Sequence[Reply]) -> dict[str, Any]:
@@ -225,7 +260,13 @@ def timings(reply: Reply) -> dict[str, Any]:
         "draft_n_accepted": sum(stats.accepted),
         "tokens_per_cycle": stats.tokens_per_cycle,
         "acceptance": [a for a, d in zip(stats.acceptance, stats.drafted, strict=True) if d],
+        "timed_out": reply.timed_out,
     }
+
+
+def _scored(piece: Piece) -> list[ScoredToken]:
+    top = piece.top_logprobs or [[] for _ in piece.token_ids]
+    return list(map(ScoredToken, piece.token_ids, piece.logprobs, top))
 
 
 def _finite(logprob: float) -> float:

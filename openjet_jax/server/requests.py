@@ -11,6 +11,7 @@ import pydantic
 from pydantic import ConfigDict, Field
 
 from openjet_jax.server.errors import ApiError, bad_request
+from openjet_jax.settings import MAX_TOP_LOGPROBS
 
 MAX_STOPS, MAX_TOOLS, MAX_BIASES, MAX_NESTING = 16, 128, 1024, 64
 
@@ -181,6 +182,11 @@ class GenerationRequest(Model):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     user: None = None
 
+    @property
+    def alternatives(self) -> int:
+        """Likeliest tokens to report beside each."""
+        raise NotImplementedError
+
 
 class ChatRequest(GenerationRequest):
     """The body of /v1/chat/completions."""
@@ -188,7 +194,7 @@ class ChatRequest(GenerationRequest):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: (
         Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
         | None
@@ -202,15 +208,25 @@ class ChatRequest(GenerationRequest):
     modalities: list[Literal["text"]] | None = Field(default=None, max_length=1)
     service_tier: Literal["auto", "default"] | None = None
 
+    @property
+    def alternatives(self) -> int:
+        """As OpenAI has it, in a field of its own."""
+        return self.top_logprobs or 0
+
 
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
     prompt: str | list[int]
-    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: Literal[False] | None = None
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     suffix: None = None
+
+    @property
+    def alternatives(self) -> int:
+        """As OpenAI has it, `logprobs` itself."""
+        return self.logprobs or 0
 
 
 def read_request[R: GenerationRequest](body: bytes, kind: type[R]) -> R:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from openjet_jax.server.tasks import Busy, Delivery, Started, Stopping, Task
+from openjet_jax.server.tasks import Busy, Delivery, Late, Started, Stopping, Task
 from openjet_jax.session import Session
 from openjet_jax.token_splice import spliced
 
@@ -155,7 +155,12 @@ class Scheduler:
                     self._changed.wait()
                 if self._stopping:
                     break
+                late = self._take_late()
                 task = self._next_task()
+            for each in late:
+                each.deliver(0, Late())
+            for run in [run for run in self._running if run.task.cancelled.is_set()]:
+                self._end(run)
             if task is not None:
                 self._start(task)
             if self._running:
@@ -165,6 +170,13 @@ class Scheduler:
             run.task.deliver(run.number, Stopping())
         for task in self._waiting:
             task.deliver(0, Stopping())
+
+    def _take_late(self) -> list[Task]:
+        """Takes the tasks off the queue whose time is over."""
+        late = [task for task in self._waiting if task.late]
+        for task in late:
+            self._waiting.remove(task)
+        return late
 
     def _next_task(self) -> Task | None:
         """Takes the next task off the queue if there is room for it."""
@@ -217,6 +229,8 @@ class Scheduler:
         """Reads the prompt, makes a copy for each further answer, then generates the first."""
         task = run.task
         for _ in run.session.reading():
+            if task.late:
+                raise Late
             yield None
         started = Started(len(run.session.ids), run.session.reuse.reused)
         for number in range(1, len(task.samplings)):
@@ -236,16 +250,19 @@ class Scheduler:
             depth=task.depth,
             stop=task.stop,
             constraint=task.constraint() if task.constraint is not None else None,
+            top_logprobs=task.top_logprobs,
+            deadline=task.deadline,
         )
 
     def _step(self, run: _Run) -> None:
         """Runs one dispatch of a run and delivers what came."""
         start = time.perf_counter()
-        if run.task.cancelled.is_set():
-            self._end(run)
-            return
         try:
             delivery = next(run.steps, _End())
+        except Late as error:
+            self._end(run)
+            run.task.deliver(run.number, error)
+            return
         except Exception as error:
             # What is left of the conversation is not known: it is dropped.
             self._running.remove(run)

@@ -25,7 +25,7 @@ from openjet_jax.server.samplings import samplings_of
 from openjet_jax.server.scheduler import Scheduler
 from openjet_jax.server.security import scope_of
 from openjet_jax.server.session_folder import SessionFolder
-from openjet_jax.server.tasks import Busy, Delivery, Started, Stopping, Task
+from openjet_jax.server.tasks import Busy, Delivery, Late, Started, Stopping, Task
 from openjet_jax.session import Session
 from openjet_jax.settings import Sampling, SamplingKind
 
@@ -95,7 +95,11 @@ class Service:
             queue_len=config.queue_len,
             observe=lambda seconds: self.metrics.dispatch(seconds),
         )
-        self.metrics = Metrics(self._scheduler.counts)
+        self.metrics = Metrics(self._scheduler.counts, self._program_counts)
+
+    def _program_counts(self) -> dict[str, int]:
+        compiled = self.programs.num_compiled
+        return {"compiled": compiled, "found": len(self.programs.events) - compiled}
 
     def _new_session(self, scope: str) -> Session:
         kv_dtype = self._config.kv_dtype
@@ -107,6 +111,7 @@ class Service:
     def _session_settings(self, scope: str) -> dict[str, Any]:
         return {
             "context": self._config.context,
+            "budget": self._config.checkpoints,
             "prefixes": self._prefixes,
             "isolation_key": scope,
         }
@@ -123,6 +128,9 @@ class Service:
             programs.start,
             programs.take_checkpoint,
             programs.rewind,
+            programs.fork,
+            programs.read_block,
+            programs.write_block,
             *(functools.partial(programs.prefill, rows) for rows in programs.decode.chunks),
             *(
                 functools.partial(programs.cycles, kind, self._max_depth)
@@ -212,7 +220,7 @@ class Service:
             what = f"token {wrong[0]} is not in the vocabulary" if wrong else "it is empty"
             raise bad_request(f"prompt: {what}", "prompt")
         replies = [
-            TextReply(self._model.tokenizer, logprobs=request.logprobs is not None)
+            TextReply(self._model.tokenizer, logprobs=request.logprobs)
             for _ in range(request.n or 1)
         ]
         most = request.max_tokens or 16  # OpenAI's default
@@ -241,6 +249,8 @@ class Service:
     async def _submit(
         self, request, kind: str, ids: list[int], most: int | None, replies, scope: str, constraint
     ) -> Answers:
+        limit_s = self._config.request_timeout_s
+        deadline = None if limit_s is None else time.monotonic() + limit_s
         context = self.programs.decode.context
         room = context - len(ids)
         if room < 1:
@@ -254,7 +264,9 @@ class Service:
         if most is not None and limit is not None and most > limit:
             raise bad_request(f"max_tokens={most} must be at most {limit}", "max_tokens")
         samplings = samplings_of(self._model, request)
-        kind_needed = dataclasses.replace(samplings[0].kind, masked=constraint is not None)
+        kind_needed = dataclasses.replace(
+            samplings[0].kind, masked=constraint is not None, ranked=request.alternatives > 0
+        )
         await asyncio.to_thread(self._prepare, kind_needed)
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue()
 
@@ -275,6 +287,8 @@ class Service:
             depth=self._config.depth,
             stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
             constraint=constraint,
+            top_logprobs=request.alternatives,
+            deadline=deadline,
             deliver=deliver,
         )
         try:
@@ -301,6 +315,8 @@ def _failure(error: Exception) -> ApiError:
     """Returns what a client is told of a failure."""
     if isinstance(error, Stopping):
         return ApiError(503, "the server is shutting down", headers={"Retry-After": "10"})
+    if isinstance(error, Late):
+        return ApiError(503, str(error), code="request_timeout", headers={"Retry-After": "10"})
     if isinstance(error, ValueError):
         return bad_request(str(error))
     return ApiError(500, f"the answer failed: {error}")

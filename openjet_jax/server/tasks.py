@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from openjet_jax.answers import Piece
@@ -24,6 +25,14 @@ class Busy(Exception):
 
 class Stopping(Exception):
     """The server shuts down."""
+
+
+class Late(Exception):
+    """A task's time was over before its first token."""
+
+    def __init__(self):
+        """Says so."""
+        super().__init__("the request's time was over before its answer began; try again later")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +59,8 @@ class Task:
       depth: drafts a cycle, as in `stream`.
       stop: strings that end an answer.
       constraint: makes the constraint of one answer; None for free text.
+      deadline: by `time.monotonic`, when it ends with what there is; None for never.
+      top_logprobs: likeliest tokens to report beside each.
       deliver: called in the scheduler's thread with an answer's number and what came.
     """
 
@@ -61,8 +72,15 @@ class Task:
     depth: int | str | None = None
     stop: tuple[str, ...] = ()
     constraint: Callable[[], Constraint] | None = None
+    deadline: float | None = None
+    top_logprobs: int = 0
     deliver: Callable[[int, Delivery], None]
     cancelled: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    @property
+    def late(self) -> bool:
+        """Whether its time is over."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
 
     def cancel(self) -> None:
         """Ends the task within one dispatch; nothing more is delivered after that."""

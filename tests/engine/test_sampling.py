@@ -22,6 +22,7 @@ from openjet_jax.sampling import (
     initial_sampling_state,
     log_probabilities,
     observe,
+    top_log_probabilities,
 )
 from openjet_jax.settings import Sampling, SamplingKind
 
@@ -228,6 +229,18 @@ def test_log_probabilities_are_of_raw_logits_over_the_used_vocabulary():
     expected = used[tokens, tokens] - np.log(np.exp(used).sum(axis=1))
     got = log_probabilities(jnp.asarray(logits), jnp.asarray(tokens), vocab_used=USED)
     np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_the_likeliest_tokens_are_of_raw_logits_over_the_used_vocabulary():
+    logits = np.random.default_rng(5).normal(0, 3, (ROWS, VOCAB)).astype(np.float32)
+    logits[:, USED:] = 50
+    logits[:, 7] = logits[:, 3]
+    used = logits[:, :USED].astype(np.float64)
+    log_p = used - np.log(np.exp(used).sum(axis=1, keepdims=True))
+    order = np.argsort(-log_p, axis=1, kind="stable")[:, :20]
+    values, ids = top_log_probabilities(jnp.asarray(logits), vocab_used=USED)
+    np.testing.assert_array_equal(ids, order)
+    np.testing.assert_allclose(values, np.take_along_axis(log_p, order, 1), rtol=1e-5)
 
 
 def test_every_number_a_user_sets_is_an_operand():

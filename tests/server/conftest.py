@@ -52,12 +52,15 @@ def model() -> oj.Model:
 def ready_model(model: oj.Model) -> oj.Model:
     """The model with its programs made ready, so that no client waits for a compiler."""
     programs = programs_for(model, CONTEXT)
-    kinds = [SamplingKind(), SamplingKind(masked=True), SamplingKind(method="top_k")]
+    kinds = [SamplingKind(), SamplingKind(method="top_k")]
+    kinds += [SamplingKind(masked=True), SamplingKind(ranked=True)]
     programs.prepare(
         programs.start,
         programs.take_checkpoint,
         programs.rewind,
         programs.fork,
+        programs.read_block,
+        programs.write_block,
         *(partial(programs.prefill, rows) for rows in programs.decode.chunks),
         *(partial(programs.cycles, kind, MAX_DEPTH) for kind in kinds),
     )

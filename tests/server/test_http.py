@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from bench.serving import server
+from openjet_jax.server import app
 from openjet_jax.server.config import ServerConfig
 from openjet_jax.server.security import key_scope
-from tests.server.conftest import running
+from tests.server.conftest import CONTEXT, running
 
 KEYS = ("first-key-1", "second-key-2")
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
@@ -109,6 +111,16 @@ def test_a_body_beyond_the_limit_is_refused(locked):
     assert status == 413
 
 
+def test_a_body_that_does_not_arrive_is_given_up(locked, monkeypatch):
+    monkeypatch.setattr(app, "MAX_BODY_S", 0.2)
+    where = urllib.parse.urlsplit(locked)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Length: 9\r\n"
+    head += f"Content-Type: application/json\r\nAuthorization: Bearer {KEYS[0]}\r\n\r\n{{"
+    with socket.create_connection((where.hostname, where.port), timeout=60) as client:
+        client.sendall(head.encode())
+        assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
 def test_two_keys_share_no_prefix(locked):
     body = CHAT | {"messages": [{"role": "user", "content": "The same secret text. " * 8}]}
 
@@ -116,7 +128,9 @@ def test_two_keys_share_no_prefix(locked):
         headers = JSON | {"Authorization": f"Bearer {key}"}
         status, value = ask(locked, "POST", "/v1/chat/completions", body, headers)
         assert status == 200
-        return value["usage"]["prompt_tokens_details"]["cached_tokens"]
+        found = value["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert value["timings"]["prompt_n"] == value["usage"]["prompt_tokens"] - found
+        return found
 
     assert cached(KEYS[0]) == 0
     assert cached(KEYS[0]) > 0
@@ -166,6 +180,39 @@ def test_conversations_outlive_the_server_under_their_key_alone(ready_model, tmp
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_conversation_outlives_the_process(ready_model, tmp_path):
+    """A server in a process of its own, ended by SIGTERM and started again."""
+    body = CHAT | {"temperature": 0, "max_tokens": 12}
+    asked = [{"role": "user", "content": "Write a function. " * 8}]
+    options = ("--context", str(CONTEXT), "--agents", "2", "--session-dir", str(tmp_path))
+    with server(*options) as (address, _):
+        status, value = ask(address, "POST", "/v1/chat/completions", body | {"messages": asked})
+        assert status == 200
+    said = {"role": "assistant", "content": value["choices"][0]["message"]["content"]}
+    more = [*asked, said, {"role": "user", "content": "Shorter."}]
+    with server(*options) as (address, _):
+        _, restarted = ask(address, "POST", "/v1/chat/completions", body | {"messages": more})
+    with running(ready_model, agents=1) as address:
+        _, fresh = ask(address, "POST", "/v1/chat/completions", body | {"messages": more})
+    known = value["usage"]["prompt_tokens"]
+    assert restarted["usage"]["prompt_tokens_details"]["cached_tokens"] >= known
+    assert fresh["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert restarted["choices"][0]["message"] == fresh["choices"][0]["message"]
+
+
+def test_a_request_ends_when_its_time_is_over(ready_model):
+    with running(ready_model, agents=2, request_timeout_s=1.5) as address:
+        body = CHAT | {"max_tokens": 900, "temperature": 2, "seed": 5}
+        start = time.monotonic()
+        status, value = ask(address, "POST", "/v1/chat/completions", body)
+        assert status == 200 and 1.4 < time.monotonic() - start < 15
+        assert value["choices"][0]["finish_reason"] == "length" and value["timings"]["timed_out"]
+        assert 0 < value["usage"]["completion_tokens"] < 900
+    with running(ready_model, agents=2, request_timeout_s=0.001) as address:
+        status, value = ask(address, "POST", "/v1/chat/completions", CHAT)
+        assert status == 503 and value["error"]["code"] == "request_timeout"
+
+
 def test_keys_are_compared_whole():
     assert key_scope(KEYS, f"Bearer {KEYS[1]}") == key_scope(KEYS, f"bearer {KEYS[1]}") != None  # noqa: E711
     for given in (None, "", "Bearer", "Bearer ", KEYS[0], f"Basic {KEYS[0]}", "Bearer é"):
@@ -180,6 +227,7 @@ def test_keys_are_compared_whole():
         {"agents": 0},
         {"api_keys": ("short",)},
         {"depth": "7"},
+        {"request_timeout_s": 0},
         {"port": 70_000},
     ],
 )

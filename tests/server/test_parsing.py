@@ -119,6 +119,22 @@ CASES = {
         False,
         [Call("add", (("a", "\n 1\n"),))],
     ),
+    "what the bundled model wrote, asked for a file": (
+        "<tool_call>\n<function=read_file>\n<parameter=path>\ndiffwin.py\n</parameter>\n"
+        "</function>\n</tool_call>",
+        False,
+        [Call("read_file", (("path", "diffwin.py"),))],
+    ),
+    "what it wrote, given the result": (
+        "The file diffwin.py begins as follows:\n```python\nerror: [Errno 2] No such file\n```",
+        False,
+        [
+            content(
+                "The file diffwin.py begins as follows:\n"
+                "```python\nerror: [Errno 2] No such file\n```"
+            )
+        ],
+    ),
     "characters of several bytes": (
         f"日本語 \U0001f680\n{ONE.replace('a.txt', 'é\U0001f680.txt')}",
         False,

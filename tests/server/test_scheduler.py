@@ -8,7 +8,7 @@ import pytest
 
 from openjet_jax.answers import Piece
 from openjet_jax.server.scheduler import Scheduler
-from openjet_jax.server.tasks import Busy, Started, Stopping, Task
+from openjet_jax.server.tasks import Busy, Late, Started, Stopping, Task
 from openjet_jax.session_memory import Reuse
 from openjet_jax.settings import Sampling
 from openjet_jax.stats import Stats
@@ -52,6 +52,7 @@ class FakeSession:
                 text="x",
                 token_ids=[7],
                 logprobs=[0.0],
+                top_logprobs=[],
                 cycles=[],
                 finish_reason=reason,
                 stats=Stats(),
@@ -72,7 +73,7 @@ class FakeSession:
 class Client:
     """Collects what a task delivers."""
 
-    def __init__(self, ids=(1, 2, 3), *, n=1, tokens=5, ms=0, scope=""):
+    def __init__(self, ids=(1, 2, 3), *, n=1, tokens=5, ms=0, scope="", seconds=None):
         self.deliveries, self.times, self.ended = [], [], threading.Event()
         self.n = n
         self.task = Task(
@@ -81,6 +82,7 @@ class Client:
             scope=scope,
             samplings=tuple(Sampling(temperature=1, seed=ms) for _ in range(n)),
             max_new_tokens=tokens,
+            deadline=None if seconds is None else time.monotonic() + seconds,
             deliver=self.deliver,
         )
 
@@ -195,6 +197,37 @@ def test_a_cancelled_task_ends_within_one_turn_and_frees_its_place(scheduler):
         assert time.monotonic() < deadline
         time.sleep(0.001)
     assert client.tokens <= seen + 1
+    run(scheduler, Client(n=2))
+
+
+def test_a_cancelled_task_ends_after_the_turn_that_runs_whoever_is_next():
+    made = Scheduler(FakeSession, agents=8, queue_len=2)  # pyright: ignore[reportArgumentType]
+    clients = [Client([i], tokens=10_000, ms=10) for i in range(8)]
+    for client in clients:
+        made.submit(client.task)
+    while min(client.tokens for client in clients) < 2:
+        time.sleep(0.002)
+    for gone, client in enumerate(clients[:4], 1):
+        turns = sum(client.tokens for client in clients)
+        client.task.cancel()
+        while made.counts()["running"] > 8 - gone:
+            time.sleep(0.001)
+        assert sum(client.tokens for client in clients) <= turns + 2
+    made.stop()
+
+
+def test_a_task_whose_time_is_over_before_its_answer_begins_is_told_so(scheduler):
+    busy = [Client([i], tokens=10_000, ms=5) for i in range(2)]
+    for client in busy:
+        scheduler.submit(client.task)
+    waiting = Client([7], seconds=0.1)
+    scheduler.submit(waiting.task)
+    assert waiting.ended.wait(5) and isinstance(waiting.deliveries[0][1], Late)
+    for client in busy:
+        client.task.cancel()
+    reading = Client([8], seconds=0)
+    run(scheduler, reading)
+    assert isinstance(reading.deliveries[0][1], Late)
     run(scheduler, Client(n=2))
 
 
