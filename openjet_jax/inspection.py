@@ -125,7 +125,7 @@ def _sections(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
     )
     yield _table(("what", "size"), _memory_rows(memory))
     if facts["verified_bytes"] is not None:
-        yield Text(f"verified: {_size(facts['verified_bytes'])} of weights are as written")
+        yield Text(f"verified: {size_text(facts['verified_bytes'])} of weights are as written")
     for note in facts["notes"]:
         yield Text(f"note: {note}")
 
