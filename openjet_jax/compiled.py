@@ -9,9 +9,10 @@ import dataclasses
 import functools
 import hashlib
 import json
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -85,7 +86,8 @@ class Programs:
         self.store = ProgramStore(cache_directory() / "programs") if store is None else store
         self.events: list[CompileEvent] = []
         self.cycle_times: dict[SamplingKind, CycleTime] = {}
-        self._ready: dict[str, Executable] = {}
+        self._ready: dict[str, Future[Executable]] = {}
+        self._lock = threading.Lock()
         self._compiling = False
 
     @property
@@ -99,9 +101,15 @@ class Programs:
         Args:
           gets: calls of this object's own methods, such as `partial(programs.prefill, 64)`.
         """
-        with ThreadPoolExecutor(max_workers=len(gets) or 1) as pool:
-            for ready in [pool.submit(get) for get in gets]:
-                ready.result()
+        for ready in self.begin(*gets):
+            ready.result()
+
+    def begin(self, *gets: Callable[[], Executable]) -> list[Future[Executable]]:
+        """Starts what `prepare` does, and returns at once; whoever calls a method waits for it."""
+        pool = ThreadPoolExecutor(max_workers=len(gets) or 1, thread_name_prefix="programs")
+        ready = [pool.submit(get) for get in gets]
+        pool.shutdown(wait=False)
+        return ready
 
     def start(self) -> Executable:
         """Returns the program `() -> state` of an empty conversation."""
@@ -200,11 +208,21 @@ class Programs:
 
     def _get(self, name: str, function, args: tuple, out, donate: int | None = None) -> Executable:
         """Returns a program, made ready on first use; `out` has the structure of its result."""
-        if name not in self._ready:
-            start = time.perf_counter()
-            self._ready[name], compiled = self._make(name, function, args, out, donate)
-            self.events.append(CompileEvent(name, time.perf_counter() - start, compiled))
-        return self._ready[name]
+        with self._lock:
+            known, mine = self._ready.get(name), Future()
+            self._ready.setdefault(name, mine)
+        if known is not None:
+            return known.result()
+        start = time.perf_counter()
+        try:
+            program, compiled = self._make(name, function, args, out, donate)
+        except BaseException as error:
+            del self._ready[name]
+            mine.set_exception(error)
+            raise
+        self.events.append(CompileEvent(name, time.perf_counter() - start, compiled))
+        mine.set_result(program)
+        return program
 
     def _make(self, name: str, function, args: tuple, out, donate) -> tuple[Executable, bool]:
         key = self._key(name, (args, out), donate)

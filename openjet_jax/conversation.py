@@ -55,6 +55,7 @@ class Conversation:
         self.weights, self.programs = weights, programs
         self.ids: list[int] = []
         self.stats, self.closed = Stats(), False
+        self._begun_at: int | None = None
         self.prepare(programs.start)
         self.state: DecodeState = programs.start()()
 
@@ -68,7 +69,15 @@ class Conversation:
         start, compiled = time.perf_counter(), self.programs.num_compiled
         self.programs.prepare(*gets)
         self.stats.ready_s += time.perf_counter() - start
-        self.stats.compiled += self.programs.num_compiled - compiled
+        now = self.programs.num_compiled
+        if self._begun_at is not None:
+            compiled, self._begun_at = self._begun_at, now
+        self.stats.compiled += now - compiled
+
+    def begin(self, *gets: Callable[[], Callable]) -> None:
+        """Starts making programs ready that later calls of `prepare` wait for."""
+        self._begun_at = self.programs.num_compiled
+        self.programs.begin(*gets)
 
     def check_room(self, count: int) -> None:
         """Raises ValueError unless `count` more tokens fit the context."""

@@ -146,9 +146,9 @@ def stream(
     cycles_of(conversation.decode, cycles_per_dispatch)
     conversation.stats = Stats(ready_s=conversation.stats.ready_s)
     programs, sizes = conversation.programs, chunk_sizes(conversation.decode.chunks, len(ids))
-    conversation.prepare(
-        partial(programs.cycles, settings.kind, settings.depth.max_depth),
+    conversation.begin(
         *(partial(programs.prefill, rows) for rows in sorted(set(sizes))),
+        partial(programs.cycles, settings.kind, settings.depth.max_depth),
     )
     conversation.read(ids)
     return answer(model, conversation, settings)

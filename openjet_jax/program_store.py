@@ -142,7 +142,8 @@ class ProgramStore:
     def _load_ahead(self) -> None:
         if not (keys := self._recall()):
             return
-        pool = ThreadPoolExecutor(thread_name_prefix="programs")
+        # One by one, in the order of use: the first is needed before the others.
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="programs")
         self._ahead = {key: pool.submit(self._load, key) for key in keys}
         pool.shutdown(wait=False)
 

@@ -120,6 +120,23 @@ def test_a_program_of_another_environment_is_not_used(model, store, fact, monkey
     assert programs.num_compiled == 1
 
 
+def test_a_program_that_is_begun_is_made_once_and_waited_for(model, store):
+    programs = Programs(model.config, DECODE, model.weights, store)
+    begun = programs.begin(programs.start, programs.start)
+    first, second = programs.start(), programs.start()
+    assert first is second is begun[0].result() is begun[1].result()
+    assert [event.name for event in programs.events] == ["start"]
+
+
+def test_a_program_that_failed_is_tried_again(model, store, monkeypatch):
+    programs = Programs(model.config, DECODE, model.weights, store)
+    monkeypatch.setattr(store, "write", lambda *_: 1 / 0)
+    (begun,) = programs.begin(programs.start)
+    assert isinstance(begun.exception(), ZeroDivisionError)
+    monkeypatch.undo()
+    assert int(programs.start()().length) == 0
+
+
 def test_programs_that_the_last_process_needed_first_are_loaded_ahead(model, tmp_path):
     def run() -> tuple[list[int], list[str], int]:
         store = ProgramStore(tmp_path, "name")
