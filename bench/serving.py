@@ -190,7 +190,7 @@ async def settled(address: str, seconds: float = 10) -> dict[str, float]:
 
 
 async def load(
-    address: str, count: int, *, clients: int = CLIENTS, seed: int = 0, longest: int = 60
+    address: str, count: int, *, clients: int = CLIENTS, seed: int = 0, longest: int = 36
 ) -> dict[int, int]:
     """Sends requests of every kind from several clients at once; returns counts by status.
 
@@ -317,9 +317,7 @@ def _long(address: str, number: int, **fields: Any):
     stops = {str(token): -100 for token in load_tokenizer(MODEL).stop_ids}
     body = chat(
         random.Random(number).choices(WORDS, k=8 + 40 * (number % 2)),
-        stream=True,
-        max_tokens=3500,
-        **{"temperature": 1.0, "seed": number, "logit_bias": stops} | fields,
+        **{"stream": True, "max_tokens": 3500, "seed": number, "logit_bias": stops} | fields,
     )
     return ask(address, Sent("/v1/chat/completions", _bytes(body)))
 
@@ -335,7 +333,7 @@ async def left(address: str, times: int) -> dict[str, Any]:
         begin = await metrics(address)
         for _ in range(times):
             body = chat(rng.choices(WORDS, k=8), stream=True, max_tokens=500, temperature=2.0)
-            leave = rng.randint(1, 4)
+            leave = rng.randint(1, 3)
             await ask(address, Sent("/v1/chat/completions", _bytes(body), leave_after=leave))
             closed = time.perf_counter()
             while places(await metrics(address), "running") > STEADY:
@@ -362,6 +360,8 @@ async def left(address: str, times: int) -> dict[str, Any]:
 
 async def shared(address: str) -> dict[str, Any]:
     """Returns what part of the device's time each of 8 answers had until the server ended them."""
+    for temperature in (0, 1):  # their programs become ready
+        await _long(address, 0, temperature=temperature, max_tokens=1)
     asked = [_long(address, n, temperature=n // 2 % 2) for n in range(CLIENTS)]
     spent, tokens = [], []
     for status, lines in await asyncio.gather(*asked):
@@ -383,8 +383,8 @@ def main() -> None:
     """Measures, checks and records."""
     parser = argparse.ArgumentParser(description="Put servers of the bundled model under load.")
     parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--leaves", type=int, default=100)
-    parser.add_argument("--share-seconds", type=float, default=30)
+    parser.add_argument("--leaves", type=int, default=60)
+    parser.add_argument("--share-seconds", type=float, default=20)
     args = parser.parse_args()
     many = ("--agents", str(CLIENTS))
     with server(*many, "--context", "2048", "--prefix-mib", "32") as (address, process):

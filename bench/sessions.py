@@ -89,6 +89,20 @@ def read_afresh(model: oj.Model, ids: tuple[int, ...], context: int) -> tuple[oj
     return session, seconds
 
 
+def warm_up(model: oj.Model, ids: list[int], context: int) -> None:
+    """Makes every program ready by using it: reading, a turn, an edit, a copy, a file."""
+    session, _ = read_afresh(model, tuple(ids), context)
+    for text in ([*ids, *ids[:40]], [*ids[:300], *ids]):
+        session.replace(text)
+        first_token(session)
+    session.generate(max_new_tokens=8, sampling=SAMPLED)
+    session.fork().close()
+    with tempfile.TemporaryDirectory() as folder:
+        session.save(pathlib.Path(folder) / "a")
+        oj.Session.restore(model, pathlib.Path(folder) / "a").close()
+    session.close()
+
+
 @dataclasses.dataclass(kw_only=True)
 class Kills:
     """What killed processes left behind.
@@ -192,7 +206,7 @@ def main() -> None:
     context = min(model.config.context, args.tokens + 512)
     ids = model.tokenizer.encode(source_text())[: args.tokens]
     assert len(ids) == args.tokens, "the model's context or the source is too short"
-    read_afresh(model, tuple(ids[:700]), context)[0].fork().close()  # programs become ready
+    warm_up(model, ids[:700], context)
 
     ours = oj.Session(model, context=context)
     ours.append(ids)
