@@ -41,6 +41,8 @@ from openjet_jax.convert.gguf import GGUFError
 from openjet_jax.convert.model_file import ModelFile, read_model
 from openjet_jax.convert.publication import published_directory
 from openjet_jax.convert.tensor_sources import TensorSource
+from openjet_jax.draft_list import carry_list
+from openjet_jax.program_store import say
 from openjet_jax.row_tables import ROWS, write_rows
 from openjet_jax.tokenizer import Tokenizer
 from pallas_kernels.formats import FORMATS
@@ -71,6 +73,7 @@ def convert_gguf(
       source: a GGUF file, or any part of a split one.
       destination: the checkpoint's directory; by default `default_destination(source)`.
       force: whether to replace an existing destination, which stays until the new one is complete.
+        The list of tokens that it drafts over is taken over where the tokenizer is the same.
       wait: whether to wait for another process that is writing the destination.
       quiet: whether to show no progress.
 
@@ -102,7 +105,10 @@ def convert_gguf(
         if isinstance(template := model.file.metadata.get("tokenizer.chat_template"), str):
             (partial / TEMPLATE_FILE).write_text(template, encoding="utf-8")
         provenance = {**planned.provenance, "files": files}
-        write_config(partial, dataclasses.replace(planned, tensors=tensors, provenance=provenance))
+        done = dataclasses.replace(planned, tensors=tensors, provenance=provenance)
+        done = write_config(partial, done)
+        if said := carry_list(target, partial, done.hash, tokenizer.vocab_used):
+            say(said)
     return target
 
 

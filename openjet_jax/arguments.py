@@ -5,12 +5,16 @@ the parser says what is wrong in one line and leaves the list of options to `--h
 """
 
 import argparse
+import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
+
 
 MODEL = "a checkpoint, a .gguf file, or `tiny`"
 
@@ -59,8 +63,10 @@ def text_of(path: Path) -> str:
         ) from None
 
 
-def ids_of(path: Path) -> np.ndarray:
+def ids_of(path: Path) -> "np.ndarray":
     """Returns the array of a .npy file, mapped; what it must hold is checked by who takes it."""
+    import numpy as np
+
     try:
         return np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError) as error:
@@ -91,6 +97,8 @@ def add_model(sub: argparse.ArgumentParser) -> None:
     what = '"full", "default", a size, or a .npy file of ids: the tokens that drafts are made of'
     sub.add_argument("--draft-vocab", help=what)
     sub.add_argument("--draft-head", help='"same" or "q4", a draft head of four bits')
+    what = "most of the device's memory to use, 0..1; 0.92 of a GPU by default"
+    sub.add_argument("--memory-fraction", type=float, help=what)
 
 
 def add_sampling(sub: argparse.ArgumentParser) -> None:
@@ -120,21 +128,29 @@ def add_generation(sub: argparse.ArgumentParser, *, max_new_tokens: int) -> None
     )
 
 
-def model_of(args: argparse.Namespace, draft_vocab: str | None = None) -> Any:
+def model_of(args: argparse.Namespace, draft_vocab: str | None = None, planned: bool = True) -> Any:
     """Returns the `Model` of options that `add_model` added.
 
     Args:
       args: the options.
       draft_vocab: what it drafts over unless an option says otherwise.
+      planned: whether to print the memory plan of a conversation first, and to refuse to load what
+        does not fit.
+
+    Raises:
+      ValueError: it does not; nothing was allocated.
     """
     from openjet_jax.loading import load
 
+    if planned:
+        _print_plan(args)
     vocab = args.draft_vocab or draft_vocab
     if vocab is not None and vocab.isdecimal():
         vocab = int(vocab)
     elif vocab is not None and vocab.endswith(".npy"):
         vocab = ids_of(Path(vocab))
-    return load(args.model, draft_vocab=vocab, draft_head=args.draft_head)
+    backend = vars(args).get("backend", "auto")
+    return load(args.model, backend=backend, draft_vocab=vocab, draft_head=args.draft_head)
 
 
 def sampling_of(args: argparse.Namespace) -> Any:
@@ -166,3 +182,23 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         "kv_dtype": args.kv_dtype,
         "template_options": args.template_options,
     }
+
+
+def _print_plan(args: argparse.Namespace) -> None:
+    from openjet_jax.device_memory import device_room
+    from openjet_jax.engine import decode_config
+    from openjet_jax.loading import contents
+    from openjet_jax.memory import check_room, size_text
+    from openjet_jax.tiling import resolve_backend
+
+    config, backend = contents(args.model), resolve_backend(vars(args).get("backend", "auto"))
+    decode = decode_config(config.model, args.context, args.kv_dtype)
+    room = device_room()
+    if room is None:
+        return
+    if args.memory_fraction is not None and room.host:
+        free = min(room.free, int(args.memory_fraction * room.total))
+        room = dataclasses.replace(room, free=free)
+    plan = check_room(config.model, config.tensors, decode, room, backend)
+    have = f"{size_text(room.free)} free on {room.device}"
+    print(f"openjet-jax: memory: {size_text(plan.total)} of {have}: {plan}", file=sys.stderr)

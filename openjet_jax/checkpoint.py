@@ -46,6 +46,10 @@ class CheckpointError(ValueError):
     """A checkpoint that is missing, damaged, of another version, or not one at all."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint that has lost some of what was written; converting its source again mends it."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlaneEntry:
     """One stored array: its shape, the name of its dtype, and `checksum` of its bytes."""

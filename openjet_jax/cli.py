@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import openjet_jax as oj
+from openjet_jax import startup
 from openjet_jax.arguments import (
     MODEL,
     Parser,
@@ -24,6 +25,14 @@ from openjet_jax.arguments import (
     sampling_of,
     settings_of,
     text_of,
+)
+
+_WITHOUT_DEVICE = ("convert", "inspect", "tokenize", "render", "draft-vocab")
+"""Commands that compute nothing, and so leave GPUs alone."""
+
+_OUT_OF_MEMORY = (
+    "out of memory; ask for a smaller --context, or free what other programs hold; "
+    "`openjet-jax inspect MODEL --context N` says what is needed"
 )
 
 _BAD_PATHS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
@@ -51,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("model", help="a .gguf file or a checkpoint")
     sub.add_argument("--context", type=int, default=4096, help="positions to plan for")
     sub.add_argument("--kv-dtype", default="bfloat16", help="format of the key-value cache")
+    sub.add_argument("--device", help="a GPU to plan for: rtx3090, rtx4090 or h200")
+    what = "compile the largest programs to see what they need; minutes for a large model"
+    sub.add_argument("--compile", action="store_true", help=what)
     sub.add_argument("--json", action="store_true", help="print JSON")
     sub.add_argument("--verify", action="store_true", help="read and check every byte of weights")
 
@@ -89,6 +101,22 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--tokens", type=Path, required=True, help=".npy file of token ids")
     sub.add_argument("--out", type=Path, required=True, help=".npz file to write")
     sub.add_argument("--mtp", action="store_true", help="also the MTP block's logits")
+
+    sub = command("evaluate", _evaluate, "measure how far a model is from another engine's")
+    add_model(sub)
+    text = sub.add_mutually_exclusive_group()
+    text.add_argument("--text", type=Path, help="UTF-8 text to read")
+    text.add_argument("--tokens", type=Path, help=".npy file of token ids to read")
+    sub.add_argument("--windows", type=int, help="most windows of --context tokens (512) to read")
+    sub.add_argument("--backend", default="auto", help="auto, reference or mosaic")
+    sub.add_argument("--chunk", type=int, help="tokens read at once; 1: one by one")
+    what = "a file of llama-perplexity --kl-divergence-base; its own text is read by default"
+    sub.add_argument("--base-logits", type=Path, help=what)
+    sub.add_argument("--base", help="another model to compare with, or the same one read otherwise")
+    sub.add_argument("--base-backend", help="backend of the base; --backend by default")
+    sub.add_argument("--base-kv-dtype", help="cache format of the base; --kv-dtype by default")
+    sub.add_argument("--base-chunk", type=int, help="--chunk of the base")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
 
     sub = command("tokenize", _tokenize, "print the token ids of a file's text")
     sub.add_argument(
@@ -130,7 +158,14 @@ def _convert(args: argparse.Namespace) -> None:
 def _inspect(args: argparse.Namespace) -> None:
     from openjet_jax.inspection import inspect, render
 
-    facts = inspect(args.model, context=args.context, kv_dtype=args.kv_dtype, verify=args.verify)
+    facts = inspect(
+        args.model,
+        context=args.context,
+        kv_dtype=args.kv_dtype,
+        verify=args.verify,
+        device=args.device,
+        compiling=args.compile,
+    )
     print(json.dumps(facts, indent=1) if args.json else render(facts))
 
 
@@ -203,7 +238,7 @@ def _serve(args: argparse.Namespace) -> None:
     plan.check()
     config = plan.fitted(config)
     print(plan.text(config), flush=True)
-    serve(model_of(args), config)
+    serve(model_of(args, planned=False), config)
 
 
 def _logits(args: argparse.Namespace) -> None:
@@ -215,6 +250,45 @@ def _logits(args: argparse.Namespace) -> None:
     arrays = oj.score(oj.load(args.model), ids, mtp=args.mtp)
     with open(args.out, "wb") as file:
         np.savez(file, **arrays)
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    from openjet_jax.engine import decode_config
+    from openjet_jax.evaluation import WINDOW, evaluate, reader, render
+    from openjet_jax.llama_logits import open_logits
+    from openjet_jax.tiling import resolve_backend
+
+    others = (args.base, args.base_backend, args.base_kv_dtype, args.base_chunk)
+    against_model = any(option is not None for option in others)
+    if args.base_logits is not None and against_model:
+        raise ValueError("--base-logits is a base already; leave the other --base options out")
+    base = None if args.base_logits is None else open_logits(args.base_logits)
+    if base is None and args.text is None and args.tokens is None:
+        raise ValueError("there is nothing to read: give --text, --tokens or --base-logits")
+    args.context = args.context or (WINDOW if base is None else base.window)
+    model = model_of(args, "full")
+    if args.text is not None:
+        ids = model.tokenizer.encode(text_of(args.text))
+    elif args.tokens is not None:
+        ids = ids_of(args.tokens)
+    else:
+        assert base is not None
+        ids = base.tokens.reshape(-1)
+    kv_dtype = decode_config(model.config, args.context, args.kv_dtype).kv_dtype
+    ours = reader(model, args.context, kv_dtype, args.chunk)
+    if against_model:
+        backend = args.base_backend or args.backend
+        same = args.base is None and resolve_backend(backend) == model.backend
+        other = model if same else oj.load(args.base or args.model, backend=backend)
+        kv_dtype = args.base_kv_dtype or kv_dtype
+        base = reader(other, args.context, kv_dtype, args.base_chunk or args.chunk)
+
+    def progress(done: int, total: int) -> None:
+        end = "\n" if done == total else "\r"
+        print(f"openjet-jax: window {done} of {total}", file=sys.stderr, end=end, flush=True)
+
+    found = evaluate(ours, ids, base, windows=args.windows, progress=progress)
+    print(json.dumps(found) if args.json else render(found))
 
 
 def _tokenize(args: argparse.Namespace) -> None:
@@ -288,6 +362,10 @@ def main(argv: list[str] | None = None) -> int:
     """
     try:
         args = _parser().parse_args(argv)
+        here = args.command == "inspect" and args.device is None
+        if args.command in _WITHOUT_DEVICE and not here:
+            startup.use_cpu()
+        startup.share_memory(getattr(args, "memory_fraction", None))
         args.run(args)
     except KeyboardInterrupt:
         return 130
@@ -299,6 +377,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except OSError as error:
         print(f"openjet-jax: {_reason(error)}", file=sys.stderr)
+        return 1
+    except (RuntimeError, MemoryError) as error:
+        if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
+            raise
+        print(f"openjet-jax: {_OUT_OF_MEMORY} ({_reason(error):.200})", file=sys.stderr)
         return 1
     return 0
 

@@ -40,7 +40,7 @@ from openjet_jax.state_checkpoints import (
 )
 from openjet_jax.weights import Weights
 
-type Executable = Callable[..., Any]
+type Executable = jax.stages.Compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +70,7 @@ class Programs:
         decode: DecodeConfig,
         weights: Weights,
         store: ProgramStore | None = None,
+        target: jax.sharding.Sharding | None = None,
     ):
         """Takes shapes only: `weights` may be arrays or ShapeDtypeStructs.
 
@@ -78,12 +79,15 @@ class Programs:
           decode: the shapes.
           weights: the weights, or their specs.
           store: where programs are kept; by default the user's cache directory.
+          target: a device that is not here; programs for it can be looked at, not run or kept.
         """
-        self.config, self.decode = config, decode
+        self.config, self.decode, self.target = config, decode, target
         self.weight_specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
         self._start = functools.partial(_start, config, decode, self.weight_specs)
         self.state_specs = jax.eval_shape(self._start)
-        self.store = ProgramStore(cache_directory() / "programs") if store is None else store
+        if store is None:
+            store = ProgramStore(cache_directory() / "programs" if target is None else None)
+        self.store = store
         self.events: list[CompileEvent] = []
         self.cycle_times: dict[SamplingKind, CycleTime] = {}
         self._ready: dict[str, Future[Executable]] = {}
@@ -94,6 +98,14 @@ class Programs:
     def num_compiled(self) -> int:
         """Programs that were compiled rather than found."""
         return sum(event.compiled for event in self.events)
+
+    def temporary_bytes(self) -> dict[str, int]:
+        """Returns the temporary memory of every program that is ready, as its compiler planned it.
+
+        Arguments and results are not counted.
+        """
+        found = {name: program.memory_analysis() for name, program in self._ready.items()}
+        return {name: facts.temp_size_in_bytes for name, facts in found.items() if facts}
 
     def prepare(self, *gets: Callable[[], Executable]) -> None:
         """Makes several programs ready at once: compilers run side by side.
@@ -237,7 +249,14 @@ class Programs:
             say(f"compiling programs; they are kept in {self.store.directory}")
         self._compiling = True
         program.__name__ = name
-        jitted = jax.jit(program, donate_argnums=() if donate is None else donate)
+        donated = () if donate is None else donate
+        if self.target is None:
+            jitted = jax.jit(program, donate_argnums=donated)
+        else:
+            args = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.target), args
+            )
+            jitted = jax.jit(program, donate_argnums=donated, out_shardings=self.target)
         lowered = jitted.lower(*args)
         # What JAX's own cache loaded cannot be serialised again: on a CPU its functions are lost.
         # Once used, that cache looks at its switch no more until it is reset.
@@ -245,7 +264,8 @@ class Programs:
         with enable_compilation_cache(False):
             compiled = lowered.compile()
         compilation_cache.reset_cache()
-        self.store.write(key, serialize_executable.serialize(compiled)[0])
+        if self.store.directory is not None:
+            self.store.write(key, serialize_executable.serialize(compiled)[0])
         return compiled, True
 
     def _key(self, name: str, signature: tuple, donate: int | None) -> str:

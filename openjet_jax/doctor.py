@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 import openjet_jax
-from openjet_jax.memory import host_memory
+from openjet_jax.device_memory import host_memory
 from openjet_jax.program_store import cache_directory
 from openjet_jax.tiling import resolve_backend
 

@@ -15,7 +15,7 @@ from jaxtyping import Int
 
 from openjet_jax.checkpoint import CheckpointError
 from openjet_jax.draft_vocabulary import HEAD_FORMATS
-from openjet_jax.tokenizer import Tokenizer
+from openjet_jax.tokenizer import MODEL_FILE, Tokenizer
 
 type DraftVocab = str | int | Sequence[int] | np.ndarray | None
 """What a user may ask for: "full", "default", a size, ids, or None for what fits the model."""
@@ -219,8 +219,13 @@ def _checked(ids: object, vocab_used: int, name: str) -> Int[np.ndarray, " rows"
     return array.astype(np.int32)
 
 
-def read_list(directory: Path, checkpoint: str, vocab_used: int) -> DraftList | None:
+def read_list(directory: Path, checkpoint: str | None, vocab_used: int) -> DraftList | None:
     """Returns the list that stands in a checkpoint, or None.
+
+    Args:
+      directory: of the checkpoint.
+      checkpoint: its hash; None takes a list of any.
+      vocab_used: the list's ids are below it.
 
     Raises:
       CheckpointError: it is of another checkpoint or version, or damaged.
@@ -234,7 +239,7 @@ def read_list(directory: Path, checkpoint: str, vocab_used: int) -> DraftList | 
             raise ValueError(f"{path} is not JSON: {error}") from None
         if content.pop("kind") != KIND or content.pop("version") != VERSION:
             raise ValueError(f"it is not a {KIND!r} of version {VERSION}")
-        if content.pop("checkpoint") != checkpoint:
+        if content.pop("checkpoint") != checkpoint and checkpoint is not None:
             raise ValueError("it was made for another checkpoint")
         content["ids"] = _checked(content["ids"], vocab_used, "ids")
         return DraftList(**content)
@@ -265,6 +270,34 @@ def write_list(directory: Path, checkpoint: str, draft: DraftList) -> Path:
     finally:
         partial.unlink(missing_ok=True)
     return path
+
+
+def carry_list(old: Path, new: Path, checkpoint: str, vocab_used: int) -> str | None:
+    """Copies the list of a checkpoint into the one that replaces it, if both have the same tokens.
+
+    Args:
+      old: directory of the checkpoint to be replaced, in whatever state.
+      new: directory of the other one, its tokenizer written.
+      checkpoint: hash of the new one.
+      vocab_used: of its tokenizer.
+
+    Returns:
+      What became of the list, for people; None where there is none.
+    """
+    if not (old / FILE).exists():
+        return None
+    try:
+        if (old / MODEL_FILE).read_bytes() != (new / MODEL_FILE).read_bytes():
+            raise ValueError("the tokenizer is another one")
+        draft = read_list(old, None, vocab_used)
+    except (OSError, ValueError) as error:
+        return (
+            f"the draft list of {old} is dropped ({error}); count one for the new checkpoint with "
+            "`openjet-jax draft-vocab`"
+        )
+    assert draft is not None
+    write_list(new, checkpoint, draft)
+    return f"the draft list of {old} is kept: {draft}"
 
 
 def remove_list(directory: Path) -> bool:

@@ -11,8 +11,10 @@ from openjet_jax.compiled import Programs
 from openjet_jax.config import DecodeConfig, ModelConfig
 from openjet_jax.constraint import Constraint
 from openjet_jax.conversation import Conversation
+from openjet_jax.device_memory import device_room
 from openjet_jax.dispatches import checked_ids, chunk_sizes, cycles_of
 from openjet_jax.loading import Model
+from openjet_jax.memory import check_room
 from openjet_jax.settings import Sampling
 from openjet_jax.stats import Stats
 
@@ -44,9 +46,17 @@ def decode_config(
 
 
 def programs_for(model: Model, context: int | None = None, kv_dtype: str | None = None) -> Programs:
-    """Returns the model's programs in the shapes of `decode_config`, kept with the model."""
+    """Returns the model's programs in the shapes of `decode_config`, kept with the model.
+
+    Raises:
+      ValueError: as `decode_config`; or a conversation of these shapes does not fit the device.
+    """
     decode = decode_config(model.config, context, kv_dtype)
     if decode not in model.programs:
+        if room := device_room():
+            check_room(
+                model.config, model.tensors, decode, room, backend=model.backend, loaded=True
+            )
         model.programs[decode] = Programs(model.config, decode, model.weights, model.store)
     return model.programs[decode]
 

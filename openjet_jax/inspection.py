@@ -4,17 +4,25 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
+import jax
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from openjet_jax import leaf_files
 from openjet_jax.checkpoint import CheckpointConfig
-from openjet_jax.config import DecodeConfig
+from openjet_jax.compiled import Programs
+from openjet_jax.config import MAX_DEPTH, DecodeConfig
+from openjet_jax.described import Card, card_of, sharding_on
+from openjet_jax.device_memory import Room
 from openjet_jax.loading import contents, located
-from openjet_jax.memory import memory_plan, size_text
+from openjet_jax.memory import MemoryPlan, largest_context, loaded_specs, memory_plan, size_text
+from openjet_jax.settings import Sampling
+from openjet_jax.startup import MEMORY_FRACTION
+from openjet_jax.tiling import resolve_backend
 
 
 def inspect(
@@ -23,6 +31,8 @@ def inspect(
     context: int = 4096,
     kv_dtype: str = "bfloat16",
     verify: bool = False,
+    device: str | None = None,
+    compiling: bool = False,
 ) -> dict[str, Any]:
     """Returns the facts about a model as JSON values; sizes are in bytes.
 
@@ -31,6 +41,9 @@ def inspect(
       context: positions to plan memory for.
       kv_dtype: format of the key-value cache.
       verify: whether all weights of a checkpoint are read and checked; a .gguf has no checksums.
+      device: one of `described.CARDS` to plan for; by default the one that JAX has.
+      compiling: whether to compile the largest programs and take the workspace that they need; for
+        a card this needs no card, but JAX's CUDA plugin and an assembler.
 
     Raises:
       ValueError: the model or a setting is not valid, or weights are not as they were written.
@@ -45,7 +58,26 @@ def inspect(
         raise ValueError(
             f"{path} has no checksums to verify; convert it, and verify the checkpoint"
         )
-    plan = memory_plan(config.model, config.tensors, decode)
+    card = None if device is None else card_of(device)
+    backend = resolve_backend("auto") if card is None else card.backend
+    host = card is None and jax.default_backend() == "cpu"
+
+    def plan_of(context: int) -> MemoryPlan:
+        shapes = dataclasses.replace(decode, context=context)
+        plan = memory_plan(config.model, config.tensors, shapes, backend=backend, host=host)
+        # What a program needs beside its arguments does not grow with the context.
+        return plan if found is None else dataclasses.replace(plan, workspace=found, compiled=True)
+
+    found = _workspace(config, decode, card, backend) if compiling else None
+    plan = plan_of(context)
+    memory = dataclasses.asdict(plan) | {"total": plan.total, "backend": backend}
+    if card is not None:
+        usable = int(MEMORY_FRACTION * card.memory_bytes)
+        room = Room(device=card.name, host=False, total=card.memory_bytes, free=usable)
+        memory["device"] = dataclasses.asdict(room) | {
+            "fits": plan.total <= usable,
+            "largest_context": largest_context(plan_of, room, config.model.context),
+        }
     return {
         "path": str(path),
         "kind": "checkpoint" if path.is_dir() else "gguf",
@@ -69,8 +101,23 @@ def inspect(
             }
             for tensor in config.tensors
         ],
-        "memory": dataclasses.asdict(plan) | {"total": plan.total},
+        "memory": memory,
     }
+
+
+def _workspace(
+    config: CheckpointConfig, decode: DecodeConfig, card: Card | None, backend: str
+) -> int:
+    """Returns the temporary bytes of the larger of the programs that read and that decode."""
+    specs = loaded_specs(config.model, config.tensors, backend)
+    target = None if card is None else sharding_on(card)
+    programs = Programs(config.model, decode, specs, target=target)
+    kind = Sampling(temperature=1.0, top_k=20, top_p=0.95).kind
+    depth = MAX_DEPTH if config.model.has_mtp else 0
+    programs.prepare(
+        partial(programs.prefill, decode.chunks[-1]), partial(programs.cycles, kind, depth)
+    )
+    return max(programs.temporary_bytes().values())
 
 
 def render(facts: Mapping[str, Any]) -> str:
@@ -126,6 +173,12 @@ def _sections(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield _table(("what", "size"), _memory_rows(memory))
     if facts["verified_bytes"] is not None:
         yield Text(f"verified: {size_text(facts['verified_bytes'])} of weights are as written")
+    if device := memory.get("device"):
+        verdict = "fits" if device["fits"] else "does not fit"
+        yield Text(
+            f"{verdict} {device['device']}, {size_text(device['free'])} of"
+            f" {size_text(device['total'])}; the largest context that does: {device['largest_context']:,}"
+        )
     for note in facts["notes"]:
         yield Text(f"note: {note}")
 
@@ -187,16 +240,17 @@ def _tensor_rows(tensors: list[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _memory_rows(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = [(f"weights: {name}", size) for name, size in memory["weights"].items()]
+    rows = [(f"weights: {name}", nbytes) for name, nbytes in memory["weights"].items()]
     rows += [
         (f"keys and values, {size_text(memory['kv_position'])} a position", memory["kv"]),
         ("keys and values of the MTP block", memory["mtp_kv"]),
         ("recurrent state", memory["recurrent"]),
         ("other state", memory["other_state"]),
-        ("workspace, estimated for plain JAX", memory["workspace"]),
+        (f"workspace, {'compiled' if memory['compiled'] else 'estimated'}", memory["workspace"]),
+        ("of the weights mapped, not held", memory["mapped"]),
         ("total", memory["total"]),
     ]
-    return [(name, size_text(size)) for name, size in rows if size]
+    return [(name, size_text(nbytes)) for name, nbytes in rows if nbytes]
 
 
 def _table(header: tuple[str, ...] | None, rows: list[tuple[str, ...]]) -> Table:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from openjet_jax.checkpoint import (
-    CheckpointError,
+    DamagedCheckpoint,
     TensorEntry,
     leaf_file,
     partial_checksum,
@@ -41,7 +41,7 @@ def read_parts(parts: list[Part]) -> list[tuple[int, int]]:
     """Fills parts from their files, and returns the leaf and the checksum of each.
 
     Raises:
-      CheckpointError: a file is missing, or of another size.
+      DamagedCheckpoint: a file is missing, or of another size.
     """
     sums = []
     for part in parts:
@@ -63,9 +63,9 @@ def read_parts(parts: list[Part]) -> list[tuple[int, int]]:
     return sums
 
 
-def damaged(path: str, what: str) -> CheckpointError:
+def damaged(path: str, what: str) -> DamagedCheckpoint:
     """Returns the error of a file that is not as it was written."""
-    return CheckpointError(
+    return DamagedCheckpoint(
         f"{path}: {what}; the checkpoint is incomplete or damaged, convert the model again"
     )
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from openjet_jax.checkpoint import (
     TEMPLATE_FILE,
     CheckpointConfig,
     CheckpointError,
+    DamagedCheckpoint,
+    TensorEntry,
     default_destination,
     is_checkpoint,
     read_config,
@@ -52,6 +55,7 @@ class Model:
       directory: of the checkpoint.
       backend: "mosaic" or "reference".
       store: where its programs are kept.
+      tensors: what the checkpoint holds.
       draft: the tokens it drafts over, or None where it has no MTP block.
       programs: compiled programs by the shapes they are for.
     """
@@ -66,6 +70,7 @@ class Model:
     directory: Path
     backend: str
     store: ProgramStore
+    tensors: tuple[TensorEntry, ...] = dataclasses.field(repr=False)
     draft: DraftList | None = None
     programs: dict[DecodeConfig, Any] = dataclasses.field(default_factory=dict, repr=False)
 
@@ -97,8 +102,8 @@ def load(
     """Returns a model with its weights on the device.
 
     Args:
-      name: a checkpoint's directory; a .gguf file, converted first unless that was done before; or
-        `tiny`, the bundled model.
+      name: a checkpoint's directory; a .gguf file, converted first unless that was done before (and
+        again if what was made then is damaged); or `tiny`, the bundled model.
       backend: "mosaic" runs the kernels for sm_90 GPUs, "reference" plain `jax.numpy`; "auto" takes
         the kernels where they run.
       draft_vocab: the tokens that drafts are made of: "full", "default" (32,768 tokens, see
@@ -116,6 +121,21 @@ def load(
     """
     backend = resolve_backend(backend)
     directory = checkpoint_of(name)
+    try:
+        return _loaded(directory, backend, draft_vocab, draft_head)
+    except DamagedCheckpoint as damage:
+        source = located(name)
+        if source.is_dir():
+            raise
+        print(f"openjet-jax: {damage}: doing that with {source.name}", file=sys.stderr)
+        _convert(source, directory, force=True)
+    return _loaded(directory, backend, draft_vocab, draft_head)
+
+
+def _loaded(
+    directory: Path, backend: str, draft_vocab: DraftVocab, draft_head: str | None
+) -> Model:
+    """Returns the model of a checkpoint; arguments are those of `load`, the backend resolved."""
     config = read_config(directory)
     store = ProgramStore(cache_directory() / "programs", f"{config.hash}-{backend}")
     tokenizer = _saved_tokenizer(directory)
@@ -145,6 +165,7 @@ def load(
         directory=directory,
         backend=backend,
         store=store,
+        tensors=config.tensors,
         draft=draft,
     )
 
@@ -233,19 +254,28 @@ def checkpoint_of(name: str | os.PathLike[str]) -> Path:
     if not bundled and not target.exists() and not os.access(path.parent, os.W_OK):
         target = _cached(path)
     while (state := _state_of(target, path)) != "its own":
-        if state == "foreign":
+        if state == "foreign" and target == _cached(path):
+            # Nobody else writes there: it is what is left of a checkpoint.
+            shutil.rmtree(target)
+        elif state == "foreign":
             raise CheckpointError(
                 f"{target} is in the way of a checkpoint of {path.name}; move it, or convert to "
                 "another directory with `openjet-jax convert -o` and load that"
             )
-        from openjet_jax.convert.pipeline import convert_gguf
 
         again = " again: the file or the format has changed" if state == "stale" else ""
         print(f"openjet-jax: converting {path.name} to {target}{again}", file=sys.stderr)
         # It exists now if another process was making it.
         with contextlib.suppress(FileExistsError):
-            convert_gguf(path, target, force=state == "stale", wait=True, quiet=bundled)
+            _convert(path, target, force=state == "stale")
     return target
+
+
+def _convert(path: Path, target: Path, *, force: bool) -> None:
+    """Makes a checkpoint of a .gguf, waiting for another process that is making it."""
+    from openjet_jax.convert.pipeline import convert_gguf
+
+    convert_gguf(path, target, force=force, wait=True, quiet=path == _TINY_FILE)
 
 
 def _cached(path: Path) -> Path:
@@ -288,4 +318,6 @@ def _saved_tokenizer(directory: Path) -> Tokenizer:
     try:
         return Tokenizer.load(directory)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{error.filename} is missing; convert the model again") from None
+        raise DamagedCheckpoint(f"{error.filename} is missing; convert the model again") from None
+    except ValueError as error:
+        raise DamagedCheckpoint(str(error)) from error

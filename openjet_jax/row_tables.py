@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from openjet_jax.checkpoint import CheckpointError, PlaneEntry, TensorEntry, checksum
+from openjet_jax.checkpoint import DamagedCheckpoint, PlaneEntry, TensorEntry, checksum
 
 ROWS = "rows"
 """The one plane of a table of packed rows."""
@@ -45,12 +45,12 @@ def map_rows(directory: Path, entry: TensorEntry) -> tuple[np.ndarray, mmap.mmap
     """Returns a table of packed rows as a read-only view of a map, and the map. Nothing is read.
 
     Raises:
-      CheckpointError: the file is missing or of another size.
+      DamagedCheckpoint: the file is missing or of another size.
     """
     path, plane = rows_path(directory, entry.block), entry.planes[ROWS]
     size = path.stat().st_size if path.is_file() else None
     if size != plane.nbytes:
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{path} has {size} bytes where {plane.nbytes} were written; the checkpoint is "
             "incomplete or damaged, convert the model again"
         )

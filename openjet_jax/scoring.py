@@ -1,13 +1,18 @@
 """Logits at every position of a token sequence: what other engines are compared with."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+from jaxtyping import Float
 
 from openjet_jax.answers import NOT_FINITE
-from openjet_jax.dispatches import checked_ids, chunk_sizes
+from openjet_jax.compiled import Programs
+from openjet_jax.dispatches import checked_ids, chunk_sizes, dispatches
 from openjet_jax.engine import programs_for
 from openjet_jax.loading import Model
+
+ROWS_AT_ONCE = 64
+"""Positions whose logits are computed together."""
 
 
 def score(model: Model, ids: Sequence[int] | np.ndarray, *, mtp: bool = False) -> dict:
@@ -40,41 +45,65 @@ def score(model: Model, ids: Sequence[int] | np.ndarray, *, mtp: bool = False) -
         )
     context = max(256, 1 << (len(known) - 1).bit_length())
     programs = programs_for(model, min(context, model.config.context))
-    state, at = programs.start()(), 0
-    hidden, logits, mtp_rows = [], [], []
-    for rows in chunk_sizes(programs.decode.chunks, len(known)):
-        count = min(rows, len(known) - at)
-        chunk = _padded(known[at : at + count], rows + 1)
-        state, out = programs.prefill(rows)(model.weights, state, chunk, np.int32(count))
-        logits.append(np.asarray(programs.logits(rows)(model.weights, out))[:count])
-        hidden.append(np.asarray(out)[:count])
-        at += count
-    arrays = {"logits": _finite(logits)}
+    hidden = read_hidden(model, programs, known)
+    parts = [hidden[at : at + ROWS_AT_ONCE] for at in range(0, len(hidden), ROWS_AT_ONCE)]
+    arrays = {"logits": np.concatenate([logits_of(model, programs, part) for part in parts])}
     if not mtp:
         return arrays
-    kv, at, before = programs.start()().mtp_kv, 1, np.concatenate(hidden)
+    kv, at, mtp_rows = programs.start()().mtp_kv, 1, []
     for rows in chunk_sizes(programs.decode.chunks, len(known) - 1):
         count = min(rows, len(known) - at)
         chunk = _padded(known[at : at + count], rows)
-        past = np.zeros((rows, before.shape[1]), np.float32)
-        past[:count] = before[at - 1 : at - 1 + count]
+        past = _padded(hidden[at - 1 : at - 1 + count], rows)
         run = programs.mtp_logits(rows)
         kv, out = run(model.weights, kv, chunk, past, np.int32(at), np.int32(count))
-        mtp_rows.append(np.asarray(out)[:count])
+        mtp_rows.append(_finite(np.asarray(out)[:count]))
         at += count
-    return arrays | {"mtp_logits": _finite(mtp_rows)}
+    return arrays | {"mtp_logits": np.concatenate(mtp_rows)}
 
 
-def _finite(rows: list[np.ndarray]) -> np.ndarray:
-    """Returns chunks of logits as one array."""
-    joined = np.concatenate(rows)
-    if not np.isfinite(joined).all():
+def read_hidden(
+    model: Model, programs: Programs, ids: np.ndarray, borders: Iterable[int] = ()
+) -> Float[np.ndarray, "tokens hidden"]:
+    """Returns the trunk's output row of each token of a sequence read from an empty state.
+
+    Args:
+      model: from `load`.
+      programs: the model's, of a context that holds the sequence.
+      ids: token ids.
+      borders: positions at which a dispatch ends.
+    """
+    state, at, hidden = programs.start()(), 0, []
+    for rows, count in dispatches(programs.decode.chunks, 0, len(ids), borders):
+        chunk = _padded(ids[at : at + count], rows + 1)
+        state, out = programs.prefill(rows)(model.weights, state, chunk, np.int32(count))
+        hidden.append(np.asarray(out)[:count])
+        at += count
+    return np.concatenate(hidden)
+
+
+def logits_of(
+    model: Model, programs: Programs, hidden: Float[np.ndarray, "rows hidden"]
+) -> Float[np.ndarray, "rows vocab"]:
+    """Returns the logits of at most `ROWS_AT_ONCE` rows of `read_hidden`.
+
+    Raises:
+      ValueError: they are not finite.
+    """
+    run = programs.logits(ROWS_AT_ONCE)
+    logits = run(model.weights, _padded(hidden, ROWS_AT_ONCE))
+    return _finite(np.asarray(logits)[: len(hidden)])
+
+
+def _finite(logits: np.ndarray) -> np.ndarray:
+    """Returns logits; raises ValueError if one is not finite."""
+    if not np.isfinite(logits).all():
         raise ValueError(NOT_FINITE)
-    return joined
+    return logits
 
 
-def _padded(ids: np.ndarray, size: int) -> np.ndarray:
-    """Returns ids followed by zeros, `size` in all."""
-    padded = np.zeros(size, np.int32)
-    padded[: len(ids)] = ids
+def _padded(rows: np.ndarray, size: int) -> np.ndarray:
+    """Returns rows followed by zeros, `size` in all; ids are int32, others float32."""
+    padded = np.zeros((size, *rows.shape[1:]), np.int32 if rows.ndim == 1 else np.float32)
+    padded[: len(rows)] = rows
     return padded

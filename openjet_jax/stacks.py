@@ -77,7 +77,16 @@ def weight_specs(directory: Path) -> tuple[ModelConfig, Weights]:
       CheckpointError: see `read_config`.
     """
     config = read_config(directory)
-    return config.model, jax.tree.map(lambda stack: stack.spec, _layout(config))
+    return config.model, specs_of(config)
+
+
+def specs_of(config: CheckpointConfig) -> Weights:
+    """Returns a ShapeDtypeStruct in place of every array of the weights.
+
+    Raises:
+      CheckpointError: the tensors are not those of the model.
+    """
+    return jax.tree.map(lambda stack: stack.spec, _layout(config))
 
 
 def load_weights(directory: Path) -> tuple[ModelConfig, Weights]:
@@ -87,7 +96,8 @@ def load_weights(directory: Path) -> tuple[ModelConfig, Weights]:
     packed rows on a CPU: see `leaf_files.verify`.
 
     Raises:
-      CheckpointError: see `read_config`; or a leaf is missing, or not as it was written.
+      CheckpointError: see `read_config`; `DamagedCheckpoint` where a leaf is missing, or not as it
+        was written.
     """
     config = read_config(directory)
     stacks, tree = jax.tree.flatten(_layout(config))
@@ -157,7 +167,7 @@ class _Reading:
         """Returns the stack when everything is read.
 
         Raises:
-          CheckpointError: a file is missing, or not as it was written.
+          DamagedCheckpoint: a file is missing, or not as it was written.
         """
         totals = [0] * len(self._paths)
         for task in self._tasks:

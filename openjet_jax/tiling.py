@@ -46,7 +46,7 @@ def tiled_weights(weights: Weights) -> Weights:
     model. The embedding stays packed: its rows are looked up.
 
     Args:
-      weights: on the device; consumed.
+      weights: on the device, and consumed; or shapes alone.
     """
     mtp = weights.mtp
     heads = [weights.head, mtp.head if mtp is not None else None]
@@ -90,8 +90,12 @@ def tiled(
     stacks = []
     for name, planes in zip(weight.formats, weight.stacks, strict=True):
         # One layer at a time: unpacked codes take several times the room.
-        words = jax.jit(partial(jax.lax.map, BLOCKS[name].tile))(planes)
-        stacks.append(jax.block_until_ready(words))
+        tile = jax.jit(partial(jax.lax.map, BLOCKS[name].tile))
+        if isinstance(plane := next(iter(planes.values())), jax.ShapeDtypeStruct):
+            shape = (plane.shape[0], rows // ROWS, k // WEIGHTS * BLOCKS[name].words)
+            stacks.append(jax.ShapeDtypeStruct(shape, "uint32"))
+            continue
+        stacks.append(jax.block_until_ready(tile(planes)))
         if not keep_rows:
             for plane in planes.values():
                 if id(plane) not in keep:

@@ -25,7 +25,7 @@ SPLIT_PATTERN = (
 FORMAT_VERSION = 1
 """Version of the files that `Tokenizer.save` writes."""
 
-_MODEL_FILE, _CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+MODEL_FILE, _CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
 
 class Tokenizer:
@@ -108,7 +108,7 @@ class Tokenizer:
         """Writes `tokenizer.json`, in the `tokenizers` format, and `tokenizer_config.json`."""
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        self._model.save(str(directory / _MODEL_FILE), pretty=False)
+        self._model.save(str(directory / MODEL_FILE), pretty=False)
         config = {
             "version": FORMAT_VERSION,
             "vocab_size": self.vocab_size,
@@ -126,7 +126,7 @@ class Tokenizer:
           ValueError: a file is malformed or of another version; the message names it.
         """
         directory = pathlib.Path(directory)
-        text = {name: (directory / name).read_bytes() for name in (_MODEL_FILE, _CONFIG_FILE)}
+        text = {name: (directory / name).read_bytes() for name in (MODEL_FILE, _CONFIG_FILE)}
         try:
             config = json.loads(text[_CONFIG_FILE])
             if config.pop("version") != FORMAT_VERSION:
@@ -138,9 +138,9 @@ class Tokenizer:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(_damaged(directory / _CONFIG_FILE, error)) from error
         try:
-            model = tokenizers.Tokenizer.from_buffer(text[_MODEL_FILE])
+            model = tokenizers.Tokenizer.from_buffer(text[MODEL_FILE])
         except Exception as error:  # the library raises bare Exception
-            raise ValueError(_damaged(directory / _MODEL_FILE, error)) from error
+            raise ValueError(_damaged(directory / MODEL_FILE, error)) from error
         try:
             return cls(model, **sizes, stop_ids=stop_ids)
         except ValueError as error:

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import openjet_jax as oj
-from openjet_jax import loading
+from openjet_jax import device_memory, loading
 from openjet_jax.cli import main
-from openjet_jax.config import MAX_DEPTH
+from openjet_jax.config import MAX_DEPTH, DecodeConfig
 from openjet_jax.depth import DepthPolicy
+from openjet_jax.memory import memory_plan
 
 pytestmark = pytest.mark.xdist_group("cli")
 
@@ -170,6 +171,17 @@ def test_tokenize_reads_a_file_as_it_is_and_control_tokens_only_if_asked(command
     assert command("tokenize", "tiny", "--file", "text", "--json")[:2] == (0, "[]\n")
 
 
+def test_evaluate_compares_two_cache_formats_and_prints_json(command):
+    np.save("ids.npy", np.random.default_rng(0).integers(0, 280, 100))
+    asked = ["evaluate", "PLAIN", "--tokens", "ids.npy", "--context", 32]
+    code, out, err = command(*asked, "--base-kv-dtype", "bfloat16", "--json")
+    found = json.loads(out)
+    assert code == 0 and "window 3 of 3" in err and found["positions"] == 3 * 15
+    assert 0 < found["kl"]["value"] < 1e-2 and found["base"]["kv_dtype"] == "bfloat16"
+    code, out, _ = command(*asked)
+    assert code == 0 and out.startswith("45 positions in 3 windows of 32")
+
+
 @needs_shared
 def test_tokenize_gives_the_golden_ids_of_every_text(command, monkeypatch):
     monkeypatch.setattr(loading, "load_tokenizer", functools.cache(loading.load_tokenizer))
@@ -304,6 +316,15 @@ REFUSALS = [
     ("logits PLAIN --tokens good.npy --out absent/a.npz", "no directory absent"),
     ("logits PLAIN --tokens long.npy --out a.npz", "5000 tokens are more than the 4096"),
     ("logits PLAIN --tokens object.npy --out a.npz", "object.npy is not a .npy file"),
+    ("evaluate PLAIN", "nothing to read: give --text, --tokens or --base-logits"),
+    ("evaluate PLAIN --tokens good.npy", "5 tokens, less than one window of 512"),
+    ("evaluate PLAIN --base-logits good.npy", "good.npy is not a file of logits; write one with"),
+    ("evaluate PLAIN --base-logits absent", "absent: no such file"),
+    ("evaluate PLAIN --base-logits good.npy --base x", "--base-logits is a base already"),
+    ("evaluate PLAIN --tokens good.npy --context 4 --windows 0", "less than one window"),
+    ("evaluate PLAIN --tokens good.npy --backend fast", "backend='fast' must be one of"),
+    ("evaluate PLAIN --tokens good.npy --base-kv-dtype int3", "kv_dtype='int3' is not supported"),
+    ("inspect PLAIN --device abacus", "device='abacus' is not described"),
     ("tokenize PLAIN --file latin.txt", "latin.txt is not UTF-8 text: unexpected end"),
     ("tokenize PLAIN --file absent.txt", "absent.txt: no such file"),
     ("tokenize absent --file empty.txt", "absent does not exist"),
@@ -343,7 +364,7 @@ def test_what_is_refused_is_refused_in_one_line_with_the_reason(command, line, r
         if name in line.split():
             make(pathlib.Path(name))
     code, out, err = command(*line.split())
-    doing = ("openjet-jax: converting", "openjet-jax: compiling")
+    doing = ("openjet-jax: converting", "openjet-jax: compiling", "openjet-jax: memory: ")
     said = [part for part in err.splitlines() if not part.startswith(doing)]
     assert (code, out, len(said)) == (2, "", 1), err
     assert said[0].startswith("openjet-jax: ") and reason in said[0]
@@ -368,6 +389,75 @@ def test_a_process_of_its_own_ends_with_the_same_codes_and_no_warning(tmp_path):
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     done = process("--version", cwd=tmp_path, text=True)
     assert done.returncode == 0 and done.stdout.strip() == oj.__version__
+
+
+@pytest.mark.parametrize("words", [["--help"], ["generate"], ["chat", "--help"], ["run", "x"]])
+def test_help_and_wrong_words_are_answered_without_jax(words):
+    code = (
+        "import sys; from openjet_jax.cli import main\n"
+        f"try: main({words})\nexcept SystemExit: pass\n"
+        "print(sorted({'jax', 'numpy', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_converting_leaves_gpus_alone_and_memory_is_shared_with_others(tmp_path):
+    code = (
+        "import os, sys; from openjet_jax import cli, convert\n"
+        "import openjet_jax.cli as cli\n"
+        "cli._convert = lambda args: print(os.environ['JAX_PLATFORMS'])\n"
+        "cli._doctor = lambda args: print(os.environ.get('JAX_PLATFORMS'))\n"
+        "cli.main(['convert', 'x.gguf']); cli.main(['doctor'])\n"
+        "print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'], 'jax' in sys.modules)"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.split() == ["cpu", "cpu", "false", "False"]
+
+
+def test_a_device_out_of_memory_ends_in_one_line_and_other_errors_are_not_hidden(
+    command, monkeypatch
+):
+    def fail(*args, **settings):
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(oj, "generate", fail)
+    reason = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes.\nmore"
+    asked = ["generate", "PLAIN", "--prompt", "x", "--json"]
+    code, out, err = command(*asked)
+    *_, said = err.splitlines()
+    assert code == 1 and out == "" and "out of memory" in said and "allocate 123 bytes" in said
+    assert "ask for a smaller --context" in said
+    reason = "INTERNAL: something else"
+    with pytest.raises(RuntimeError, match="something else"):
+        command(*asked)
+
+
+def test_the_memory_plan_is_printed_first_and_what_does_not_fit_is_refused(command, monkeypatch):
+    asked = ["generate", "PLAIN", "--prompt", "x", "-n", 1, "--context"]
+    code, _, err = command(*asked, 256)
+    assert code == 0 and err.startswith("openjet-jax: memory: ") and "workspace" in err
+    config = loading.contents(DATA / "golden" / "q4_1.gguf")
+    plan = memory_plan(config.model, config.tensors, DecodeConfig(context=1000), host=False)
+    room = device_memory.Room(device="a card", host=False, total=2**40, free=plan.total)
+    monkeypatch.setattr(device_memory, "device_room", lambda: room)
+    monkeypatch.setattr(loading, "load", None)  # nothing is loaded
+    code, out, err = command(*asked, 4096, "--kv-dtype", "float32")
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert "context=4096 does not fit" in err and "the largest context that fits is " in err
+    code, _, err = command(*asked, 256, "--memory-fraction", 2)
+    assert code == 2 and "memory_fraction=2.0 must be" in err
 
 
 def test_text_that_nobody_reads_any_more_ends_the_process_quietly(tmp_path):

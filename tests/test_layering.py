@@ -11,7 +11,8 @@ PACKAGES = {"convert", "server"}  # inside openjet_jax
 OUTSIDE = {"tests", "bench"}
 # Inside openjet_jax a module imports only from groups before its own, or from its own.
 ORDER = [
-    {"config", "program_store", "dispatches", "interrupts"},
+    {"config", "program_store", "dispatches", "interrupts", "startup"},
+    {"device_memory", "described", "llama_logits"},
     {"settings"},
     {"filters", "weights"},
     {"qwen4exp_weights"},
@@ -23,12 +24,13 @@ ORDER = [
     {"architectures"},
     {"cycle", "prefill", "state_checkpoints"},
     {"compiled", "draft_list"},
-    {"loading", "conversation"},
+    {"loading", "conversation", "memory"},
     {"answers", "checkpoint_store", "prefix_cache"},
     {"engine", "session_memory", "session_format", "token_splice"},
     {"session_file"},
     {"session"},
     {"scoring", "profiling", "chat_loop"},
+    {"evaluation"},
     {"__init__"},
 ]
 RANK = {module: rank for rank, group in enumerate(ORDER) for module in group}

@@ -6,9 +6,11 @@ import jax
 
 from openjet_jax.checkpoint import CheckpointConfig
 from openjet_jax.checkpoint_store import CheckpointBudget
+from openjet_jax.device_memory import device_room, host_memory
 from openjet_jax.engine import decode_config
-from openjet_jax.memory import MemoryPlan, device_memory, host_memory, memory_plan, size_text
+from openjet_jax.memory import MemoryPlan, memory_plan, size_text
 from openjet_jax.server.config import ServerConfig
+from openjet_jax.tiling import resolve_backend
 
 SHARE = 0.9
 """Of the memory that is free, how much is planned with; the rest is for what no plan knows."""
@@ -78,7 +80,7 @@ class ServingPlan:
         """Returns the plan in a few lines; `config` is from `fitted`."""
         model, agents, budget = self.model, self.agents, config.checkpoints
         rows = [
-            ("weights", size_text(sum(model.weights.values()))),
+            ("weights", size_text(model.held)),
             ("conversations", f"{agents} x {size_text(model.state)}"),
             ("workspace", f"{size_text(model.workspace)}, estimated"),
             ("checkpoints", f"{agents} x {size_text(budget.device_bytes)} at most"),
@@ -102,9 +104,13 @@ def serving_plan(model: CheckpointConfig, config: ServerConfig) -> ServingPlan:
       ValueError: a context beyond the model's, or an unknown format.
     """
     decode = decode_config(model.model, config.context, config.kv_dtype)
+    room, host = device_room(), jax.default_backend() == "cpu"
+    plan = memory_plan(
+        model.model, model.tensors, decode, backend=resolve_backend("auto"), host=host
+    )
     return ServingPlan(
-        model=memory_plan(model.model, model.tensors, decode),
+        model=plan,
         agents=config.agents,
-        device=device_memory(),
+        device=None if room is None else room.free,
         host=host_memory().get("available"),
     )

@@ -23,6 +23,7 @@ from openjet_jax.checkpoint import (
 )
 from openjet_jax.config import DecodeConfig
 from openjet_jax.convert.pipeline import convert_gguf
+from openjet_jax.draft_list import DraftList, read_list, write_list
 from openjet_jax.inspection import inspect, render
 from openjet_jax.leaf_files import verify
 from openjet_jax.loading import checkpoint_of, load, load_template, load_tokenizer, located
@@ -237,6 +238,63 @@ def test_a_checkpoint_of_an_older_version_beside_its_gguf_is_made_again(tmp_path
     directory = checkpoint_of(source)
     rewrite(directory, version=0)
     assert read_config(checkpoint_of(source)).tensors
+
+
+@pytest.mark.parametrize("damage", ["bits", "missing", "tokenizer", "tokenizer gone"])
+def test_a_damaged_checkpoint_of_a_gguf_is_made_again(tmp_path, capsys, damage):
+    source = tmp_path / "model.gguf"
+    shutil.copy(SMALL, source)
+    whole = load(source)
+    path = largest_file(whole.directory, "token_embd")
+    if damage == "bits":
+        data = bytearray(path.read_bytes())
+        data[100] ^= 1
+        path.write_bytes(data)
+    elif damage == "missing":
+        shutil.rmtree(path.parent)
+    elif damage == "tokenizer":
+        (whole.directory / "tokenizer.json").write_text("{")
+    else:
+        (whole.directory / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="convert the model again"):
+        load(whole.directory)
+    capsys.readouterr()
+    again = load(source)
+    assert again.hash == whole.hash
+    said = capsys.readouterr().err
+    assert (
+        "convert the model again: doing that with model.gguf" in said
+        and said.count("openjet-jax:") == 1
+    )
+    jax.tree.map(np.testing.assert_array_equal, again.weights, whole.weights)
+
+
+def test_what_is_left_of_a_checkpoint_in_the_users_cache_is_made_again(home):
+    directory = checkpoint_of("tiny")
+    (directory / "config.json").unlink()
+    assert checkpoint_of("tiny") == directory
+    assert read_config(directory).tensors
+
+
+def test_converting_again_keeps_a_counted_list_or_says_that_it_is_dropped(tmp_path, capsys):
+    source, other = (tmp_path / name for name in ("model.gguf", "other.gguf"))
+    shutil.copy(DATA / "q8_0.gguf", source)
+    directory = checkpoint_of(source)
+    vocab = load_tokenizer(directory).vocab_used
+    counted = DraftList(ids=np.arange(20, dtype=np.int32), head="same", counted=30, covered=25)
+    write_list(directory, read_config(directory).hash, counted)
+    os.utime(source)
+    capsys.readouterr()
+    convert_gguf(source, directory, force=True, quiet=True)
+    assert "is kept: 20 listed tokens" in capsys.readouterr().err
+    kept = read_list(directory, read_config(directory).hash, vocab)
+    assert kept is not None and str(kept) == str(counted)
+    assert kept.ids is not None and kept.ids.tolist() == list(range(20))
+    shutil.copy(located("tiny"), other)
+    convert_gguf(other, directory, force=True, quiet=True)
+    said = capsys.readouterr().err
+    assert "is dropped (the tokenizer is another one)" in said and "draft-vocab" in said
+    assert not (directory / "draft_vocabulary.json").exists()
 
 
 def test_what_is_in_the_way_of_a_checkpoint_is_not_touched(tmp_path):

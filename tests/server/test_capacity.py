@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from openjet_jax.checkpoint_store import CheckpointBudget
+from openjet_jax.device_memory import Room
 from openjet_jax.loading import contents
 from openjet_jax.server import capacity
 from openjet_jax.server.capacity import SHARE, serving_plan
@@ -62,6 +63,7 @@ def test_the_command_prints_the_plan_and_refuses_before_it_loads(monkeypatch, ca
     assert cli.main(["serve", "tiny", "--agents", "2", "--context", "1024"]) == 0
     assert "conversations   2 x" in capsys.readouterr().out
     assert started[0] == "loaded" and started[1].agents == 2
-    monkeypatch.setattr(capacity, "device_memory", lambda: 1 << 20)
+    little = Room(device="a card", host=False, total=1 << 30, free=1 << 20)
+    monkeypatch.setattr(capacity, "device_room", lambda: little)
     assert cli.main(["serve", "tiny", "--agents", "2", "--context", "1024"]) == 2
     assert "--agents 2 needs" in capsys.readouterr().err and len(started) == 2
