@@ -28,10 +28,11 @@ CHILD = """
 import json, sys, time
 import openjet_jax as oj
 start, name, prompt, count = float(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+load, stream = oj.load, oj.stream  # this imports JAX
 imported = time.time() - start
-model = oj.load(name)
+model = load(name)
 loaded, first, ids = time.time() - start, None, []
-for piece in oj.stream(model, prompt, max_new_tokens=count, ignore_eos=True):
+for piece in stream(model, prompt, max_new_tokens=count, ignore_eos=True):
     ids += piece.token_ids
     first = first or time.time() - start
 times = {"imported": imported, "loaded": loaded, "first": first}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from jaxtyping import Int8
 
 CHUNK_BYTES = 8 << 20
 """Bytes made at a time; part of what a seed means, since every chunk has its own stream."""
@@ -56,19 +57,51 @@ def _fill_q6_k(blocks: np.ndarray, rms: float) -> None:
     _put(blocks, 208, _scales(blocks[:, 208], rms / np.sqrt(square)))
 
 
+def _sign_q8_0(values: np.ndarray, size: float) -> np.ndarray:
+    blocks = np.empty((len(values), 34), np.uint8)
+    _put(blocks, 0, np.full(len(values), size / 64, np.float16))
+    blocks[:, 2:] = (64 * values).view(np.uint8)
+    return blocks
+
+
+def _sign_q4_k(values: np.ndarray, size: float) -> np.ndarray:
+    """Codes are 0, 7 and 14, scales 1 and minima 7: (code - 7) d."""
+    blocks = np.empty((len(values), 144), np.uint8)
+    d = np.full(len(values), size / 7, np.float16)
+    _put(blocks, 0, d)
+    _put(blocks, 2, d)
+    blocks[:, 4:16] = np.repeat(np.array([1, 7, 1 | 7 << 4], np.uint8), 4)
+    codes = (7 * values + 7).view(np.uint8).reshape(-1, 4, 2, 32)
+    blocks[:, 16:] = (codes[:, :, 0] | codes[:, :, 1] << 4).reshape(-1, 128)
+    return blocks
+
+
+def _sign_q6_k(values: np.ndarray, size: float) -> np.ndarray:
+    """Codes are 16, 32 and 48: their two high bits are 1, 2 and 3, the others 0."""
+    blocks = np.zeros((len(values), 210), np.uint8)
+    high = (values + 2).view(np.uint8).reshape(-1, 2, 4, 32)
+    packed = high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6
+    blocks[:, 128:192] = packed.reshape(-1, 64)
+    blocks[:, 192:208] = 64
+    _put(blocks, 208, np.full(len(values), size / 1024, np.float16))
+    return blocks
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockFormat:
-    """A quantised format: its type in GGUF and how random blocks of it get their scales.
+    """A quantised format: its type in GGUF and how blocks of it are made.
 
     Attributes:
       kind: the type as the gguf package names it.
       fallback: name of the format that stands in where rows are no whole number of blocks.
       fill: writes scales into random blocks [n, bytes] for values of a given root mean square.
+      sign: returns blocks of values -1, 0 and 1 [n, elements] times a size; None where no use asks.
     """
 
     kind: GGMLQuantizationType
     fallback: str | None
     fill: Callable[[np.ndarray, float], None]
+    sign: Callable[[np.ndarray, float], np.ndarray] | None = None
 
     @property
     def block(self) -> tuple[int, int]:
@@ -77,10 +110,16 @@ class BlockFormat:
 
 
 FORMATS = {
-    "Q8_0": BlockFormat(kind=GGMLQuantizationType.Q8_0, fallback=None, fill=_fill_q8_0),
-    "Q6_K": BlockFormat(kind=GGMLQuantizationType.Q6_K, fallback="Q8_0", fill=_fill_q6_k),
+    "Q8_0": BlockFormat(
+        kind=GGMLQuantizationType.Q8_0, fallback=None, fill=_fill_q8_0, sign=_sign_q8_0
+    ),
+    "Q6_K": BlockFormat(
+        kind=GGMLQuantizationType.Q6_K, fallback="Q8_0", fill=_fill_q6_k, sign=_sign_q6_k
+    ),
     "Q5_0": BlockFormat(kind=GGMLQuantizationType.Q5_0, fallback=None, fill=_fill_q5_0),
-    "Q4_K": BlockFormat(kind=GGMLQuantizationType.Q4_K, fallback="Q5_0", fill=_fill_q4_k),
+    "Q4_K": BlockFormat(
+        kind=GGMLQuantizationType.Q4_K, fallback="Q5_0", fill=_fill_q4_k, sign=_sign_q4_k
+    ),
 }
 
 
@@ -123,3 +162,20 @@ def random_blocks(
         blocks = words.view(np.uint8)[: count * size].reshape(count, size)
         form.fill(blocks, rms)
         yield blocks
+
+
+def signed_blocks(name: str, values: Int8[np.ndarray, "rows row"], size: float) -> np.ndarray:
+    """Returns the bytes of a matrix of -1, 0 and 1 times a size, uint8 [blocks, bytes of a block].
+
+    Args:
+      name: a key of `FORMATS`.
+      values: the matrix; rows are whole blocks.
+      size: exact but for one rounding to float16.
+
+    Raises:
+      ValueError: the format cannot.
+    """
+    form = FORMATS[name]
+    if form.sign is None:
+        raise ValueError(f"{name} has no signs here; use rows that are a multiple of 256")
+    return form.sign(values.reshape(-1, form.block[0]), size)

@@ -1,10 +1,12 @@
 """Writes a synthetic qwen35 GGUF file: real sizes and format tables, random weights.
 
     python -m bench.synthetic_gguf 27B OUT.gguf [--recipe Q4_K_M] [--no-mtp] [--seed 0]
+    python -m bench.synthetic_gguf 27B OUT.gguf --planted 0.7    drafts are right 7 times of 10
     python -m bench.synthetic_gguf 0.8B OUT.gguf --num-layers 4 --hidden 256 --ffn 512 --vocab 512
 
 Measurements need files of every published size without a download. The bytes read and the formats
-met are those of stock files; the text that comes out means nothing and drafts are rarely accepted.
+met are those of stock files; the text that comes out means nothing and drafts are rarely accepted,
+unless both are planted (`bench.planted`).
 Activations stay near one through every layer. Equal size, recipe and seed give equal files, which
 say in general.name and general.description that they are synthetic.
 """
@@ -17,6 +19,7 @@ import time
 import numpy as np
 from gguf import GGUFWriter
 
+from bench.planted import planted
 from bench.synthetic_tensors import RECIPES, data, tensors
 from bench.synthetic_tokenizer import add_tokenizer, vocab_parts
 from openjet_jax.config import Qwen35Config
@@ -72,11 +75,14 @@ def resized(config: Qwen35Config, **changes: int) -> Qwen35Config:
     )
 
 
-def _add_metadata(writer: GGUFWriter, config: Qwen35Config, recipe: str, seed: int) -> None:
+def _add_metadata(
+    writer: GGUFWriter, config: Qwen35Config, recipe: str, seed: int, rate: float | None
+) -> None:
     """Writes every key but the tokenizer's."""
     writer.add_name("openjet synthetic qwen35")
     writer.add_description(
-        f"Synthetic: random weights, nothing was trained. Made by openjet-jax, {recipe=}, {seed=}."
+        f"Synthetic: random weights, nothing was trained. Made by openjet-jax, {recipe=}, {seed=}"
+        + ("." if rate is None else f", drafts right at a planted {rate=}.")
     )
     writer.add_file_type(FILE_TYPES[recipe])
     writer.add_quantization_version(2)
@@ -114,6 +120,7 @@ def write(
     tied: bool,
     recipe: str = "Q4_K_M",
     seed: int = 0,
+    rate: float | None = None,
 ) -> None:
     """Writes a synthetic file; memory stays near 100 MB whatever its size.
 
@@ -123,13 +130,17 @@ def write(
       tied: whether the head is the embedding.
       recipe: one of `RECIPES`.
       seed: equal arguments give equal files.
+      rate: how often a draft is right, where text and drafts are planted.
 
     Raises:
-      ValueError: the recipe is unknown, or a size does not fit it.
+      ValueError: the recipe is unknown, a size does not fit it, or as `planted`.
     """
     plan = list(tensors(config, tied, recipe))
+    text = None if rate is None else planted(config, tied, rate, seed)
+    if text is not None:
+        plan = [text.fitting(tensor) for tensor in plan]
     writer = GGUFWriter(path, "qwen35")
-    _add_metadata(writer, config, recipe, seed)
+    _add_metadata(writer, config, recipe, seed, rate)
     add_tokenizer(writer, config.vocab)
     for tensor in plan:
         dtype = np.dtype(np.float32)
@@ -142,7 +153,8 @@ def write(
     writer.write_padding(file, file.tell())
     # The writer's own write_tensor_data wants a whole tensor in memory.
     for tensor in plan:
-        for piece in data(tensor, seed):
+        pieces = None if text is None else text.data(tensor)
+        for piece in data(tensor, seed) if pieces is None else pieces:
             piece.tofile(file)
         writer.write_padding(file, tensor.num_bytes)
     writer.close()
@@ -160,6 +172,7 @@ def main() -> None:
     parser.add_argument("--recipe", choices=RECIPES, default="Q4_K_M")
     parser.add_argument("--no-mtp", action="store_true", help="leave the MTP block out")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--planted", type=float, metavar="RATE", help="how often a draft is right")
     for flag in FLAGS:
         parser.add_argument(f"--{flag.replace('_', '-')}", type=int, help="in place of the size's")
     args = parser.parse_args()
@@ -167,7 +180,8 @@ def main() -> None:
     changes = {flag: getattr(args, flag) for flag in FLAGS if getattr(args, flag) is not None}
     config = resized(config, **changes)
     start = time.perf_counter()
-    write(args.path, config, tied=tied, recipe=args.recipe, seed=args.seed)
+    settings = {"recipe": args.recipe, "seed": args.seed, "rate": args.planted}
+    write(args.path, config, tied=tied, **settings)
     took, size = time.perf_counter() - start, args.path.stat().st_size
     print(f"{args.path}: {size:,} bytes in {took:.1f} s, {size / took / 1e9:.2f} GB/s")
 

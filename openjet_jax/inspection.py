@@ -177,7 +177,8 @@ def _sections(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
         verdict = "fits" if device["fits"] else "does not fit"
         yield Text(
             f"{verdict} {device['device']}, {size_text(device['free'])} of"
-            f" {size_text(device['total'])}; the largest context that does: {device['largest_context']:,}"
+            f" {size_text(device['total'])}; the largest context that does:"
+            f" {device['largest_context']:,}"
         )
     for note in facts["notes"]:
         yield Text(f"note: {note}")
