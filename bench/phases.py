@@ -13,6 +13,7 @@ import collections
 import pathlib
 import re
 import tempfile
+import warnings
 from typing import Any
 
 import jax
@@ -63,12 +64,15 @@ def times_by_phase(trace: pathlib.Path, phases: dict[str, str]) -> dict[str, flo
     if not files:
         raise ValueError(f"{trace} holds no trace")
     found: collections.Counter[str] = collections.Counter()
-    for plane in jax.profiler.ProfileData.from_file(str(files[-1])).planes:
-        for line in plane.lines:
-            for event in line.events:
-                names = [str(v) for k, v in event.stats if k == "hlo_op"] or [event.name]
-                if names[0] in phases and not _CONTAINERS.match(names[0]):
-                    found[phases[names[0]]] += event.duration_ns / 1e3
+    with warnings.catch_warnings():
+        # The reader's own types lack a module, which Python warns of when they are first used.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane in jax.profiler.ProfileData.from_file(str(files[-1])).planes:
+            for line in plane.lines:
+                for event in line.events:
+                    names = [str(v) for k, v in event.stats if k == "hlo_op"] or [event.name]
+                    if names[0] in phases and not _CONTAINERS.match(names[0]):
+                        found[phases[names[0]]] += event.duration_ns / 1e3
     if not found:
         raise ValueError(f"{trace} names no instruction of the program: was it another run?")
     return dict(found)

@@ -24,5 +24,8 @@ def profiled(model: Model, directory: Path, settings: dict) -> Generation:
     """
     settings = settings | {"max_new_tokens": min(settings["max_new_tokens"], MOST_TOKENS)}
     generate(model, **settings)
-    with jax.profiler.trace(str(directory)):
+    # Every call of a Python function is not told: there are thousands, and telling takes longer.
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with jax.profiler.trace(str(directory), profiler_options=options):
         return generate(model, **settings)

@@ -11,10 +11,12 @@ import xml.etree.ElementTree
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import plots
+from bench import phases, plots
 from bench.article import GREEDY, runs
 from bench.decode import Run, beside
 from bench.intervals import median, share
@@ -202,6 +204,46 @@ def test_every_measured_point_is_in_its_picture(tmp_path):
 def test_the_pictures_that_are_kept_are_those_of_the_results():
     for path, text in plots.drawings().items():
         assert path.read_text() == text, f"{path.name}: run python -m bench.plots"
+
+
+PROGRAM = """
+HloModule jit_cycles
+  %fusion.3 = f32[8] fusion(%p), kind=kLoop, metadata={op_name="jit(cycles)/while/verify/head/dot"}
+  ROOT copy.1 = f32[] copy(x), metadata={op_type="x" op_name="jit(cycles)/draft/experts" line=1}
+  custom.2 = f32[] custom-call(x), metadata={op_name="jit(cycles)/draft/draft_head/dot"}
+  add = f32[] add(x, y), metadata={op_name="jit(cycles)/while/cond"}
+  plain = f32[] add(x, y)
+"""
+
+
+def test_instructions_are_told_apart_by_the_innermost_scope():
+    assert phases.scopes_of(PROGRAM) == {
+        "fusion.3": "head",
+        "copy.1": "draft",
+        "custom.2": "draft_head",
+        "add": "outside scopes",
+    }
+    assert phases.phase_of("jit(f)/draft/attention/dot") == "draft: attention"
+
+
+def test_a_trace_gives_the_time_of_each_phase(tmp_path):
+    def work(x):
+        with jax.named_scope("verify"):
+            x = jnp.matmul(x, x)
+        with jax.named_scope("head"):
+            return jnp.sort(x.reshape(-1))
+
+    x = jnp.ones((600, 600))
+    compiled = jax.jit(work).lower(x).compile()
+    compiled(x).block_until_ready()
+    with jax.profiler.trace(str(tmp_path)):
+        compiled(x).block_until_ready()
+    times = phases.times_by_phase(tmp_path, phases.scopes_of(str(compiled.as_text())))
+    assert times["verify"] > 100 and times["head"] > 100
+    with pytest.raises(ValueError, match="names no instruction"):
+        phases.times_by_phase(tmp_path, {"absent.77": "head"})
+    with pytest.raises(ValueError, match="holds no trace"):
+        phases.times_by_phase(tmp_path / "absent", {})
 
 
 def test_the_article_has_five_coding_prompts_of_two_seeds_and_three_greedy_classes():

@@ -126,6 +126,15 @@ def test_generate_json_is_the_golden_trace_at_every_depth(command, monkeypatch):
         check_json(out, z, depth)
 
 
+def test_a_profile_is_of_a_warm_run_that_is_short_whatever_is_asked(command):
+    settings = ["--prompt", "a", "-n", 500, "--context", 256, "--depth", 2, "--ignore-eos"]
+    code, out, err = command("generate", "DRAFTING", *settings, "--profile", "trace", "--json")
+    found = json.loads(out)["stats"]
+    assert code == 0 and "trace written to trace" in err
+    assert found["new_tokens"] == 64 and found["compiled"] == 0
+    assert list(pathlib.Path("trace").rglob("*.xplane.pb"))
+
+
 def test_generate_without_an_mtp_block_is_plain_and_refuses_drafts(command):
     z = golden("q4_1")
     np.save("ids.npy", z["tokens"])
