@@ -3,7 +3,8 @@
 import asyncio
 import os
 
-from bench.serving import load, open_files, places, programs, settled
+from bench.clients import load, places, programs, settled
+from bench.serving import open_files
 from tests.server.conftest import running
 
 
