@@ -7,44 +7,25 @@ right or fast.
 """
 
 import dataclasses
-import importlib.util
 import os
 import pathlib
 import re
-import shutil
 import tempfile
 import time
 
 # Read when the plugin is loaded, so set before JAX is imported.
 _DUMP = pathlib.Path(tempfile.mkdtemp(prefix="ptxas-"))
 os.environ |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": str(_DUMP)}
-if importlib.util.find_spec("nvidia") and (_spec := importlib.util.find_spec("nvidia.cuda_nvcc")):
-    for _place in _spec.submodule_search_locations or []:
-        os.environ["PATH"] += f"{os.pathsep}{_place}/bin"
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
 
 from bench.kernels import CASES, Case  # noqa: E402
+from openjet_jax.described import card_of, sharding_on  # noqa: E402
 from pallas_kernels.decode_activations import Activations, prepare  # noqa: E402
 from pallas_kernels.decode_blocks import BLOCKS  # noqa: E402
 from pallas_kernels.decode_cuts import Tiles, default_tiles  # noqa: E402
 from pallas_kernels.decode_product import decode_product  # noqa: E402
-
-_H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
-  device_memory_size: 150754820096 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 minor: 0 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 }
-device_description_str: "NVIDIA H200"
-"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,26 +37,6 @@ class Report:
     registers: int
     spilled_bytes: int
     shared_bytes: int
-
-
-def can_compile() -> bool:
-    """Returns whether this host has the plugin and the assembler."""
-    plugins = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
-    found = importlib.util.find_spec("jax_plugins") is not None
-    return (
-        found
-        and any(importlib.util.find_spec(plugin) for plugin in plugins)
-        and shutil.which("ptxas") is not None
-    )
-
-
-def described_h200() -> jax.sharding.NamedSharding:
-    """Returns a sharding on one absent H200."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=_H200
-    )
-    mesh = jax.sharding.Mesh(topology.devices, ("x",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
 def compile_product(case: Case, sharding, tiles: Tiles | None = None) -> Report:
@@ -121,7 +82,7 @@ def _number(pattern: str, text: str) -> int:
 
 def main() -> None:
     """Prints a line for every kernel."""
-    sharding = described_h200()
+    sharding = sharding_on(card_of("h200"))
     for case in CASES:
         report = compile_product(case, sharding)
         print(

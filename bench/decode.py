@@ -27,10 +27,10 @@ from bench.summary import Figure, record
 from openjet_jax.depth import DepthPolicy
 from openjet_jax.described import CARDS
 from openjet_jax.engine import decode_config, programs_for
-from openjet_jax.memory import memory_plan, size
+from openjet_jax.memory import memory_plan, size_text
 
 GATE_TOKENS = 48
-BOUNDS = {
+BOUNDS: dict[str, tuple[str, Any, float | None, float | None]] = {
     "plain_64": ("tok/s", "higher", 140, 220),
     "plain_16k": ("tok/s", "higher", 130, 205),
     "cycle_d4": ("ms", "lower", 9.0, 5.8),
@@ -113,7 +113,6 @@ def decoded(
         run.seconds.append(time.perf_counter() - start)
         run.cycles.append(burst.cycles)
         run.token_ids.extend(burst.token_ids)
-    bursts.close()
     return run
 
 
@@ -309,7 +308,7 @@ def main() -> None:
         ratio = "" if each.peer is None else f"   {each.value / each.peer:.2f} x the peer"
         print(f"{each.name:24} {each.value:10.2f} {each.unit}{ratio}")
     memory = rows["memory"]
-    print(f"memory: {size(memory['planned'])} planned, peak {memory['peak']}")
+    print(f"memory: {size_text(memory['planned'])} planned, peak {memory['peak']}")
     print(record("bench/decode.py", found, details={"model": args.model, **rows, "peers": peers}))
 
 

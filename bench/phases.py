@@ -90,7 +90,7 @@ def measure(model: oj.Model, prompt: str, settings: dict[str, Any]) -> tuple[lis
         out = profiled(model, pathlib.Path(folder), {"prompt": prompt, **settings})
         programs = programs_for(model, settings["context"])
         policy = depth_policy(model, settings["depth"])
-        cycles = programs.cycles(oj.Sampling().kind, policy.max_depth)
+        cycles: Any = programs.cycles(oj.Sampling().kind, policy.max_depth)
         times = times_by_phase(pathlib.Path(folder), scopes_of(str(cycles.as_text())))
     count = out.stats.cycles
     rows = [{"phase": phase, "us": us / count} for phase, us in sorted(times.items())]

@@ -28,7 +28,7 @@ from bench.summary import Figure, record
 from openjet_jax.architectures import logits
 from openjet_jax.engine import programs_for
 
-BOUNDS = {
+BOUNDS: dict[str, tuple[str, Any, float | None, float | None]] = {
     "prefill_2k": ("tok/s", "higher", 5500, 9000),
     "prefill_8k": ("tok/s", "higher", 5500, 9000),
     "load_s": ("s", "lower", 20, 8),

@@ -1,6 +1,7 @@
-"""The figures the project states: written by measuring scripts, shown in README.md, never by hand.
+"""The figures the project states: written by measuring scripts, shown in documents, never by hand.
 
-    python -m bench.summary          rewrite README.md's tables from bench/results/*/*.json
+    python -m bench.summary          rewrite the tables from bench/results/*/*.json: bounded figures
+                                     in README.md, acceptance in bench/README.md
     python -m bench.summary --check  only say whether they are up to date
 
 A script calls `record`; a figure measured again replaces the one of the same name.
@@ -19,7 +20,7 @@ from bench.acceptance_table import acceptance_table
 from bench.manifest import ROOT, device_folder, manifest
 
 RESULTS = ROOT / "bench" / "results"
-README = ROOT / "README.md"
+README, NOTES = ROOT / "README.md", ROOT / "bench" / "README.md"
 BEGIN, END = "<!-- figures: made by bench.summary -->", "<!-- end of figures -->"
 ACCEPTANCE = "<!-- acceptance: made by bench.summary -->", "<!-- end of acceptance -->"
 
@@ -154,22 +155,26 @@ def with_table(text: str, figures: str, markers: tuple[str, str] = (BEGIN, END))
     return before + begin + inside + end + after
 
 
-def with_tables(text: str, results: pathlib.Path = RESULTS) -> str:
-    """Returns a document with all tables made again from the results."""
-    return with_table(with_table(text, table(results)), acceptance_table(results), ACCEPTANCE)
+def documents(results: pathlib.Path = RESULTS) -> dict[pathlib.Path, str]:
+    """Returns the documents with their tables made again from the results."""
+    return {
+        README: with_table(README.read_text(), table(results)),
+        NOTES: with_table(NOTES.read_text(), acceptance_table(results), ACCEPTANCE),
+    }
 
 
 def main() -> int:
     """Runs the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Make README.md's tables from measured figures.")
-    parser.add_argument("--check", action="store_true", help="change nothing; fail when it is old")
+    parser = argparse.ArgumentParser(description="Make the tables from measured figures.")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail when one is old")
     check = parser.parse_args().check
-    text = README.read_text()
-    wanted = with_tables(text)
+    old = {path: text for path, text in documents().items() if path.read_text() != text}
     if not check:
-        README.write_text(wanted)
-    elif wanted != text:
-        print("README.md's tables are not up to date: run python -m bench.summary", file=sys.stderr)
+        for path, text in old.items():
+            path.write_text(text)
+    elif old:
+        names = " and ".join(str(path.relative_to(ROOT)) for path in old)
+        print(f"tables of {names} are not up to date: run python -m bench.summary", file=sys.stderr)
         return 1
     return 0
 

@@ -253,7 +253,6 @@ def _logits(args: argparse.Namespace) -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    from openjet_jax.engine import decode_config
     from openjet_jax.evaluation import WINDOW, evaluate, reader, render
     from openjet_jax.llama_logits import open_logits
     from openjet_jax.tiling import resolve_backend
@@ -274,14 +273,13 @@ def _evaluate(args: argparse.Namespace) -> None:
     else:
         assert base is not None
         ids = base.tokens.reshape(-1)
-    kv_dtype = decode_config(model.config, args.context, args.kv_dtype).kv_dtype
-    ours = reader(model, args.context, kv_dtype, args.chunk)
+    ours = reader(model, args.context, args.kv_dtype, args.chunk)
     if against_model:
         backend = args.base_backend or args.backend
         same = args.base is None and resolve_backend(backend) == model.backend
         other = model if same else oj.load(args.base or args.model, backend=backend)
-        kv_dtype = args.base_kv_dtype or kv_dtype
-        base = reader(other, args.context, kv_dtype, args.base_chunk or args.chunk)
+        kv_dtype, chunk = args.base_kv_dtype or args.kv_dtype, args.base_chunk or args.chunk
+        base = reader(other, args.context, kv_dtype, chunk)
 
     def progress(done: int, total: int) -> None:
         end = "\n" if done == total else "\r"

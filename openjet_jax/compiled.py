@@ -40,7 +40,7 @@ from openjet_jax.state_checkpoints import (
 )
 from openjet_jax.weights import Weights
 
-type Executable = jax.stages.Compiled
+type Executable = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,8 @@ class Programs:
 
         Arguments and results are not counted.
         """
-        found = {name: program.memory_analysis() for name, program in self._ready.items()}
+        programs: dict[str, Any] = {name: made.result() for name, made in self._ready.items()}
+        found = {name: program.memory_analysis() for name, program in programs.items()}
         return {name: facts.temp_size_in_bytes for name, facts in found.items() if facts}
 
     def prepare(self, *gets: Callable[[], Executable]) -> None:

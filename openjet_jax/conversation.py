@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from openjet_jax.compiled import Executable, Programs
+from openjet_jax.compiled import Programs
 from openjet_jax.config import MAX_STOP_IDS, DecodeConfig
 from openjet_jax.constraint import Constraint, restricted
 from openjet_jax.depth import AutoDepth, CycleTime, DepthPolicy
@@ -64,7 +64,7 @@ class Conversation:
         """The shapes this conversation lives in."""
         return self.programs.decode
 
-    def prepare(self, *gets: Callable[[], Executable]) -> None:
+    def prepare(self, *gets: Callable[[], Callable]) -> None:
         """Makes programs ready, counted apart from the work they do; see `Programs.prepare`."""
         start, compiled = time.perf_counter(), self.programs.num_compiled
         self.programs.prepare(*gets)

@@ -21,8 +21,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from openjet_jax.compiled import Programs
-from openjet_jax.config import DecodeConfig
 from openjet_jax.dispatches import checked_ids
+from openjet_jax.engine import programs_for
 from openjet_jax.llama_logits import LEAST_LOG_PROBABILITY, LlamaLogits
 from openjet_jax.loading import Model
 from openjet_jax.scoring import ROWS_AT_ONCE, logits_of, read_hidden
@@ -71,13 +71,15 @@ class Reader:
         }
 
 
-def reader(model: Model, window: int, kv_dtype: str, chunk: int | None = None) -> Reader:
+def reader(
+    model: Model, window: int, kv_dtype: str | None = None, chunk: int | None = None
+) -> Reader:
     """Returns a reader of windows.
 
     Args:
       model: from `load`.
       window: tokens of a window.
-      kv_dtype: format of the key-value cache.
+      kv_dtype: format of the key-value cache; by default as in generation.
       chunk: most tokens that are read at once: 1 reads one by one; by default as in generation.
 
     Raises:
@@ -85,14 +87,7 @@ def reader(model: Model, window: int, kv_dtype: str, chunk: int | None = None) -
     """
     if chunk is not None and chunk < 1:
         raise ValueError(f"{chunk=} must be at least 1")
-    if window > model.config.context:
-        raise ValueError(
-            f"context={window} is more than the {model.config.context} positions the model knows"
-        )
-    decode = DecodeConfig(context=window, kv_dtype=kv_dtype)
-    if decode not in model.programs:
-        model.programs[decode] = Programs(model.config, decode, model.weights)
-    return Reader(model=model, programs=model.programs[decode], chunk=chunk)
+    return Reader(model=model, programs=programs_for(model, window, kv_dtype), chunk=chunk)
 
 
 @dataclasses.dataclass(kw_only=True)

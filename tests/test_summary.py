@@ -9,7 +9,7 @@ import pytest
 
 from bench.acceptance_table import acceptance_table
 from bench.manifest import commit, device_folder, manifest
-from bench.summary import BEGIN, END, README, Figure, record, table, with_table, with_tables
+from bench.summary import BEGIN, END, Figure, documents, record, table, with_table
 
 SPEED = Figure(
     name="decode", value=12.5, unit="tok/s", better="higher", must=10, share_of_limit=0.5, peer=11.0
@@ -80,9 +80,9 @@ def test_a_figure_that_says_nothing_is_refused(value: float, better):
         Figure(name="speed", value=value, unit="s", better=better)
 
 
-def test_the_readme_shows_the_committed_figures():
-    text = README.read_text()
-    assert with_tables(text) == text, "run python -m bench.summary"
+def test_documents_show_the_committed_figures():
+    for path, text in documents().items():
+        assert path.read_text() == text, f"{path}: run python -m bench.summary"
 
 
 def test_acceptance_is_shown_by_text_and_sampling(tmp_path: pathlib.Path):

@@ -128,13 +128,14 @@ def test_a_row_of_zeros_is_prepared_as_zeros():
 
 @pytest.mark.parametrize("name", ["q4_k", "q6_k"])
 def test_a_product_compiles_to_machine_code_without_spills(name):
-    from bench.compile_kernels import can_compile, compile_product, described_h200
+    from bench.compile_kernels import compile_product
     from bench.kernels import Case
+    from openjet_jax.described import can_compile, card_of, sharding_on
 
     if not can_compile():
         pytest.skip("needs JAX's CUDA plugin and ptxas")
     case = Case(name="small", block=name, outputs=5120, k=5120)
-    report = compile_product(case, described_h200())
+    report = compile_product(case, sharding_on(card_of("h200")))
     assert report.spilled_bytes == 0 and report.registers <= 128
 
 
