@@ -108,15 +108,18 @@ def add_sampling(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--top-p", type=float, default=1.0, help="keep this much probability")
     sub.add_argument("--min-p", type=float, default=0.0, help="least share of the best token's")
     sub.add_argument("--repetition-penalty", type=float, default=1.0, help="1 is none")
-    sub.add_argument("--presence-penalty", type=float, default=0.0)
-    sub.add_argument("--frequency-penalty", type=float, default=0.0)
+    what = "taken off the logit of every token that was generated; 0 is none"
+    sub.add_argument("--presence-penalty", type=float, default=0.0, help=what)
+    what = "taken off a token's logit once for each time it was generated; 0 is none"
+    sub.add_argument("--frequency-penalty", type=float, default=0.0, help=what)
     sub.add_argument("--logit-bias", type=bias_object, default={}, help='JSON: {"id": bias, ...}')
-    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--seed", type=int, default=0, help="of the sampling noise; 0 unless given")
 
 
 def add_generation(sub: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
     """Adds what `stream` takes beside a prompt."""
-    sub.add_argument("-n", "--max-new-tokens", type=int, default=max_new_tokens)
+    what = f"most tokens to generate, {max_new_tokens} unless given"
+    sub.add_argument("-n", "--max-new-tokens", type=int, default=max_new_tokens, help=what)
     sub.add_argument("--depth", help='drafts a cycle: 0..5, "4/3" (3 after a rejection), "auto"')
     add_sampling(sub)
     sub.add_argument("--stop", action="append", default=[], help="string that ends the text")

@@ -32,12 +32,15 @@ def chat_loop(model: Model, system: str | None, settings: dict) -> None:
     options = settings.pop("template_options", None) or {}
     model.render([*messages, {"role": "user", "content": "Hello"}], **options)
     session = Session(model, context=settings.pop("context"), kv_dtype=settings.pop("kv_dtype"))
-    print("Ctrl-D ends the conversation, Ctrl-C stops an answer.", file=sys.stderr)
+    typed = sys.stdin.isatty()
+    if typed:
+        print("Ctrl-D ends the conversation, Ctrl-C stops an answer.", file=sys.stderr)
     while True:
         try:
-            text = input("> ")
+            text = input("> " if typed else "")
         except (EOFError, KeyboardInterrupt):
-            print()
+            if typed:
+                print()
             return
         if not text.strip():
             continue

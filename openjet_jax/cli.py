@@ -136,7 +136,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--depths", help='comma-separated depths, such as "0,4,auto"')
     add_sampling(sub)
 
-    sub = command("draft-vocab", _draft_vocab, "count text: its frequent tokens are drafted")
+    sub = command(
+        "draft-vocab",
+        _draft_vocab,
+        "draft over the frequent tokens of your own text",
+    )
     sub.add_argument("model", help=MODEL)
     what = "UTF-8 text, .npy token ids, or what `generate --json` printed"
     sub.add_argument("files", type=Path, nargs="*", help=what)
@@ -152,6 +156,8 @@ def _parser() -> argparse.ArgumentParser:
 def _convert(args: argparse.Namespace) -> None:
     from openjet_jax.convert.pipeline import convert_gguf
 
+    if str(args.source) == "tiny" and not args.source.exists():
+        raise ValueError("`tiny` needs no conversion; give a .gguf file")
     print(convert_gguf(args.source, args.output, force=args.force))
 
 
@@ -189,14 +195,16 @@ def _generate(args: argparse.Namespace) -> None:
     elif args.json:
         out = oj.generate(model, **settings)
     else:
-        pieces, stats = oj.stream(model, **settings), None
+        pieces, stats, reason = oj.stream(model, **settings), None, None
         if isinstance(settings.get("prompt"), str):
             print(settings["prompt"], end="", flush=True)
         for piece in pieces:
             print(piece.text, end="", flush=True)
-            stats = piece.stats
+            stats, reason = piece.stats, piece.finish_reason
         print(flush=True)
         print(f"\n{stats}", file=sys.stderr)
+        if reason == "length" and stats and stats.new_tokens < args.max_new_tokens:
+            print("the context is full; --context asks for a larger one", file=sys.stderr)
         return
     print(json.dumps(out.as_dict()) if args.json else out.text)
 

@@ -155,7 +155,7 @@ def render(facts: dict[str, Any], width: int = 100) -> str:
         capability = device["compute_capability"]
         parts = [device["kind"], f"compute capability {capability}" if capability else ""]
         parts.append(_size(device["memory"]) if device["memory"] else "")
-        table.add_row(device["platform"], ", ".join(part for part in parts if part))
+        table.add_row("device", ", ".join(part for part in parts if part))
     cache = facts["cache"]
     kept = f"{cache['bytes'] / 2**20:.0f} MiB kept, {_size(cache['free'])} free"
     table.add_row("programs", f"{cache['directory']}; {kept}")

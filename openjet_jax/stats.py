@@ -82,8 +82,9 @@ class Stats:
 
     def __str__(self) -> str:
         """Returns one line for people."""
+        tokens = "token" if self.prompt_tokens == 1 else "tokens"
         line = (
-            f"{self.prompt_tokens} tokens read at {self.prefill_rate:.0f} tok/s, "
+            f"{self.prompt_tokens} {tokens} read at {self.prefill_rate:.0f} tok/s, "
             f"{self.new_tokens} generated at {self.decode_rate:.1f} tok/s"
         )
         if any(self.drafted):

@@ -160,13 +160,18 @@ class Service:
 
     def describe(self) -> dict[str, object]:
         """Returns the model's entry in /v1/models."""
+        # A file keeps 32-bit numbers: 0.7, not 0.699999988.
+        numbers = {
+            name: float(f"{value:.7g}") if isinstance(value, float) else value
+            for name, value in (self._model.facts.get("sampling") or {}).items()
+        }
         return {
             "id": self.name,
             "object": "model",
             "created": self.created,
             "owned_by": str(self._model.facts.get("author") or "local"),
             "max_model_len": self.programs.decode.context,
-            "default_sampling": self._model.facts.get("sampling") or {},
+            "default_sampling": numbers,
         }
 
     async def chat(self, request: ChatRequest, scope: str) -> Answers:
