@@ -6,12 +6,12 @@ Plain sockets, so that a client can leave at any moment and send what is no requ
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import random
 import re
-import time
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 MODEL, CLIENTS = "tiny", 8
@@ -95,26 +95,40 @@ def encoded(body: dict[str, Any]) -> bytes:
     return json.dumps(body).encode()
 
 
+type Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def opened(address: str) -> Connection:
+    """Returns a connection to a server."""
+    where = urllib.parse.urlsplit(address)
+    return await asyncio.open_connection(where.hostname, where.port, limit=1 << 24)
+
+
+def send(connection: Connection, sent: Sent) -> None:
+    """Sends a request."""
+    _, writer = connection
+    head = f"POST {sent.path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+    head += f"Content-Type: {sent.media}\r\n"
+    head += f"Content-Length: {len(sent.body) + sent.missing}\r\n\r\n"
+    writer.write(head.encode() + sent.body)
+
+
 async def ask(address: str, sent: Sent) -> tuple[int, list[bytes]]:
     """Sends a request and returns the status, 0 if the client left before it, and what came."""
-    where = urllib.parse.urlsplit(address)
-    reader, writer = await asyncio.open_connection(where.hostname, where.port, limit=1 << 24)
+    reader, writer = connection = await opened(address)
     try:
-        head = f"POST {sent.path} HTTP/1.1\r\nHost: {where.netloc}\r\nConnection: close\r\n"
-        head += f"Content-Type: {sent.media}\r\n"
-        head += f"Content-Length: {len(sent.body) + sent.missing}\r\n\r\n"
-        writer.write(head.encode() + sent.body)
+        send(connection, sent)
         if sent.leave_after is not None and not sent.stream:
             with contextlib.suppress(TimeoutError):
-                return await asyncio.wait_for(_answer(reader, None), sent.leave_after)
+                return await asyncio.wait_for(answer(reader), sent.leave_after)
             return 0, []
-        return await _answer(reader, sent.leave_after)
+        return await answer(reader, sent.leave_after)
     finally:
         writer.transport.abort() if sent.leave_after is not None else writer.close()
 
 
-async def _answer(
-    reader: asyncio.StreamReader, leave_after: float | None
+async def answer(
+    reader: asyncio.StreamReader, leave_after: float | None = None
 ) -> tuple[int, list[bytes]]:
     """Returns the status and the lines of the body, of a stream no more than `leave_after`."""
     if leave_after == 0:
@@ -130,15 +144,25 @@ async def _answer(
     return status, lines
 
 
-async def metrics(address: str) -> dict[str, float]:
-    """Returns what /metrics says, by name and labels."""
-    where = urllib.parse.urlsplit(address)
-    reader, writer = await asyncio.open_connection(where.hostname, where.port)
-    writer.write(f"GET /metrics HTTP/1.1\r\nHost: {where.netloc}\r\n".encode())
-    writer.write(b"Connection: close\r\n\r\n")
-    text = (await reader.read()).decode()
-    writer.close()
-    return {name: float(value) for name, value in re.findall(r"(?m)^(openjet_\S+) (\S+)\r?$", text)}
+async def metrics(connection: Connection) -> dict[str, float]:
+    """Returns what /metrics says, by name and labels; the connection stays open."""
+    reader, writer = connection
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    head = await reader.readuntil(b"\r\n\r\n")
+    size = re.search(rb"(?i)content-length: (\d+)", head)
+    assert size is not None
+    text = (await reader.readexactly(int(size[1]))).decode()
+    return {name: float(value) for name, value in re.findall(r"(?m)^(openjet_\S+) (\S+)$", text)}
+
+
+@contextlib.asynccontextmanager
+async def watching(address: str) -> AsyncIterator[Callable[[], Awaitable[dict[str, float]]]]:
+    """Yields a function that returns the metrics, over one connection."""
+    connection = await opened(address)
+    try:
+        yield functools.partial(metrics, connection)
+    finally:
+        connection[1].close()
 
 
 def places(found: dict[str, float], state: str) -> int:
@@ -157,14 +181,12 @@ async def settled(address: str, seconds: float = 10) -> dict[str, float]:
     Raises:
       TimeoutError: a place is stuck.
     """
-    deadline = time.monotonic() + seconds
-    while True:
-        found = await metrics(address)
-        if not places(found, "running") and not places(found, "waiting"):
-            return found
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"places are still taken after {seconds} s: {found}")
-        await asyncio.sleep(0.05)
+    async with watching(address) as look, asyncio.timeout(seconds):
+        while True:
+            found = await look()
+            if not places(found, "running") and not places(found, "waiting"):
+                return found
+            await asyncio.sleep(0.05)
 
 
 async def load(

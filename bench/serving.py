@@ -1,6 +1,6 @@
 """A server under load: memory, places, programs, cancellations and fair shares, over real sockets.
 
-    python -m bench.serving [--requests 500]
+    python -m bench.serving [--phases load leaving shares] [--requests 500] [--leaves 100]
 
 Three servers of the bundled model, each a process of its own, one after the other:
 
@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import random
@@ -36,30 +37,45 @@ from bench.clients import (
     MODEL,
     WORDS,
     Sent,
+    answer,
     ask,
     chat,
     encoded,
     load,
-    metrics,
+    opened,
     places,
     programs,
+    send,
     settled,
+    watching,
 )
-from bench.manifest import ROOT
-from bench.summary import Figure, record
+from bench.manifest import ROOT, device_folder, manifest
+from bench.summary import RESULTS, Figure, record
 from openjet_jax.loading import load_tokenizer
 
-STEADY = 3
+PHASES, STEADY = ("load", "leaving", "shares"), 3
+
+SERVE = """
+import os, signal, sys, threading
+from openjet_jax.cli import main
+
+def end_with_parent():
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=end_with_parent, daemon=True).start()
+sys.exit(main(["serve", *sys.argv[1:]]))
+"""
+"""Standard input ends with the process that started this one, however that ended."""
 
 
 @contextlib.contextmanager
 def server(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Runs a server in a process of its own; yields its address and the process."""
-    command = [sys.executable, "-m", "openjet_jax.cli", "serve", MODEL, "--name", MODEL]
-    command += ["--port", "0", *options]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    command = [sys.executable, "-c", SERVE, MODEL, "--name", MODEL, "--port", "0", *options]
+    env, pipe = os.environ | {"PYTHONPATH": str(ROOT)}, subprocess.PIPE
+    process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True)
+    assert process.stdin is not None and process.stdout is not None
     try:
         for line in process.stdout:
             if line.startswith("serving on "):
@@ -69,6 +85,7 @@ def server(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
+        process.stdin.close()
         process.stdout.close()
 
 
@@ -133,17 +150,26 @@ async def _usable(address: str) -> bool:
     """Returns whether as many answers run at once as there are places."""
     asked = [asyncio.ensure_future(_long(address, number)) for number in range(CLIENTS)]
     try:
-        deadline = time.monotonic() + 30
-        while places(await metrics(address), "running") < CLIENTS:
-            if time.monotonic() > deadline:
-                return False
-            await asyncio.sleep(0.05)
-        return True
+        with contextlib.suppress(TimeoutError):
+            await _running(address, CLIENTS)
+            return True
+        return False
     finally:
-        for each in asked:
-            each.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await _ended(asked)
         await settled(address)
+
+
+async def _running(address: str, count: int, seconds: float = 60) -> None:
+    """Waits until so many answers run; raises TimeoutError if they do not."""
+    async with watching(address) as look, asyncio.timeout(seconds):
+        while places(await look(), "running") < count:
+            await asyncio.sleep(0.05)
+
+
+async def _ended(asked: list[asyncio.Future[Any]]) -> None:
+    for each in asked:
+        each.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
 
 
 def _long(address: str, number: int, **fields: Any):
@@ -157,38 +183,44 @@ def _long(address: str, number: int, **fields: Any):
 
 
 async def left(address: str, times: int) -> dict[str, Any]:
-    """Returns how long a place stays taken after its client has left, beside `STEADY` others."""
+    """Returns how long a place stays taken after its client has left, beside `STEADY` others.
+
+    Counted in dispatches that ended from just before the client leaves until `/metrics` shows its
+    place free: the first was under way, so two are less than two dispatches' time.
+    """
     steady = [asyncio.ensure_future(_long(address, number)) for number in range(STEADY)]
-    delays: list[float] = []
-    rng = random.Random(0)
+    dispatches, delays, rng = [], [], random.Random(0)
+    count = "openjet_dispatch_seconds_count"
     try:
-        while places(await metrics(address), "running") < STEADY:
-            await asyncio.sleep(0.05)
-        begin = await metrics(address)
-        for _ in range(times):
-            body = chat(rng.choices(WORDS, k=8), stream=True, max_tokens=500, temperature=2.0)
-            leave = rng.randint(1, 3)
-            await ask(address, Sent("/v1/chat/completions", encoded(body), leave_after=leave))
-            closed = time.perf_counter()
-            while places(await metrics(address), "running") > STEADY:
-                await asyncio.sleep(0.001)
-            delays.append(time.perf_counter() - closed)
-        end = await metrics(address)
+        await _running(address, STEADY)
+        async with watching(address) as look:
+            begin = await look()
+            for _ in range(times):
+                body = chat(rng.choices(WORDS, k=8), stream=True, max_tokens=500)
+                reader, writer = connection = await opened(address)
+                send(connection, Sent("/v1/chat/completions", encoded(body)))
+                await answer(reader, rng.randint(1, 3))
+                await asyncio.sleep(rng.uniform(0, 0.2))
+                before, found = await look(), {}
+                writer.transport.abort()
+                start = time.perf_counter()
+                assert places(before, "running") == STEADY + 1, "an answer ended by itself"
+                while not found or places(found, "running") > STEADY:
+                    found = await look()
+                delays.append(time.perf_counter() - start)
+                dispatches.append(int(found[count] - before[count]))
+            end = await look()
         assert not any(each.done() for each in steady), "a steady stream ended: times are void"
     finally:
-        for each in steady:
-            each.cancel()
-        await asyncio.gather(*steady, return_exceptions=True)
-    name = "openjet_dispatch_seconds"
-    count, seconds = (end[f"{name}_{part}"] - begin[f"{name}_{part}"] for part in ("count", "sum"))
-    delays.sort()
-    p99 = delays[min(len(delays) - 1, int(0.99 * len(delays)))]
+        await _ended(steady)
+    seconds = end["openjet_dispatch_seconds_sum"] - begin["openjet_dispatch_seconds_sum"]
     return {
         "times": times,
-        "dispatch_s": seconds / count,
+        "dispatches": {str(n): dispatches.count(n) for n in sorted(set(dispatches))},
+        "p99_dispatches": sorted(dispatches)[math.ceil(0.99 * times) - 1],
         "median_s": statistics.median(delays),
-        "p99_s": p99,
-        "p99_dispatches": p99 / (seconds / count),
+        "p99_s": sorted(delays)[math.ceil(0.99 * times) - 1],
+        "dispatch_s": seconds / (end[count] - begin[count]),
     }
 
 
@@ -213,36 +245,63 @@ async def shared(address: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measures, checks and records."""
-    parser = argparse.ArgumentParser(description="Put servers of the bundled model under load.")
-    parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--leaves", type=int, default=60)
-    parser.add_argument("--share-seconds", type=float, default=20)
-    args = parser.parse_args()
-    many = ("--agents", str(CLIENTS))
-    with server(*many, "--context", "2048", "--prefix-mib", "32") as (address, process):
-        under_load = asyncio.run(loaded(address, process.pid, args.requests))
-    print(under_load, flush=True)
-    with server("--agents", str(STEADY + 1)) as (address, process):
-        leaving = asyncio.run(left(address, args.leaves))
-    print(leaving, flush=True)
-    with server(*many, "--request-timeout", str(args.share_seconds)) as (address, process):
-        shares = asyncio.run(shared(address))
-    print(shares, flush=True)
-    assert under_load["programs_made"] == 0 and under_load["all_places_usable"], under_load
-    assert under_load["files_left"] <= under_load["files_early"] + 2, under_load
+def measured(phase: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what one phase finds, on a server of its own.
+
+    Raises:
+      AssertionError: a gate is not held.
+    """
+    options = {
+        "load": ("--context", "2048", "--prefix-mib", "32"),
+        "leaving": ("--agents", str(STEADY + 1)),
+        "shares": ("--request-timeout", str(args.share_seconds)),
+    }
+    command = ("--agents", str(CLIENTS), *options[phase])
+    with server(*command):
+        pass  # its programs are on the disk now: no compiler's memory is measured
+    with server(*command) as (address, process):
+        if phase == "leaving":
+            return asyncio.run(left(address, args.leaves))
+        if phase == "shares":
+            return asyncio.run(shared(address))
+        found = asyncio.run(loaded(address, process.pid, args.requests))
+    assert found["programs_made"] == 0 and found["all_places_usable"], found
+    assert found["files_left"] <= found["files_early"] + 2, found
+    return found
+
+
+def figures_of(phase: str, found: dict[str, Any]) -> list[Figure]:
+    """Returns the figures that a phase gives."""
 
     def lower(name: str, value: float, unit: str, **bounds: float) -> Figure:
-        return Figure(name=name, value=value, unit=unit, better="lower", **bounds)
+        return Figure(name=f"serving_{name}", value=value, unit=unit, better="lower", **bounds)
 
-    figures = [
-        lower("serving_memory_growth", 100 * under_load["growth"], "%", must=2.0),
-        lower("serving_cancellation_p99", leaving["p99_dispatches"], "dispatches", must=2.0),
-        lower("serving_share_deviation", 100 * shares["largest_deviation"], "%", must=10.0),
-        lower("serving_dispatch", 1e3 * leaving["dispatch_s"], "ms"),
+    if phase == "load":
+        return [lower("memory_growth", 100 * found["growth"], "%", must=2.0)]
+    if phase == "shares":
+        return [lower("share_deviation", 100 * found["largest_deviation"], "%", must=10.0)]
+    return [
+        lower("cancellation_p99", found["p99_dispatches"], "dispatches", must=2.0),
+        lower("dispatch", 1e3 * found["dispatch_s"], "ms"),
     ]
-    details = {"load": under_load, "leaving": leaving, "shares": shares}
+
+
+def main() -> None:
+    """Measures, checks and records; details of phases left out stay as they were."""
+    parser = argparse.ArgumentParser(description="Put servers of the bundled model under load.")
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--leaves", type=int, default=100)
+    parser.add_argument("--share-seconds", type=float, default=60)
+    args = parser.parse_args()
+    path, figures = RESULTS / device_folder() / "serving.json", []
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    details = {phase: kept[phase] for phase in PHASES if phase in kept}
+    for phase in args.phases:
+        found, facts = measured(phase, args), manifest()
+        details[phase] = found | {name: facts[name] for name in ("commit", "date")}
+        print(phase, details[phase], flush=True)
+        figures += figures_of(phase, found)
     print(record("bench/serving.py", figures, details=details))
 
 

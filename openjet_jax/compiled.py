@@ -31,6 +31,8 @@ from openjet_jax.program_store import ProgramStore, cache_directory, environment
 from openjet_jax.settings import SamplingKind
 from openjet_jax.state import CycleInfo, DecodeState
 from openjet_jax.state_checkpoints import (
+    KVBlock,
+    StateCheckpoint,
     copied,
     hold_tokens,
     read_block,
@@ -186,16 +188,25 @@ class Programs:
         args = (self.weight_specs, kv, tokens, hidden, count, count)
         return self._get(f"mtp_logits_{rows}", run, args, (kv, 0), donate=1)
 
+    # JAX keeps something of every call of `eval_shape`, so these are asked for once.
+    @functools.cached_property
+    def _checkpoint_specs(self) -> StateCheckpoint:
+        return jax.eval_shape(take_checkpoint, self.state_specs)
+
+    @functools.cached_property
+    def _block_specs(self) -> KVBlock:
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        return jax.eval_shape(read_block, self.state_specs, index)
+
     def take_checkpoint(self) -> Executable:
         """Returns the program `(state) -> StateCheckpoint`, a copy; the state stays."""
-        out = jax.eval_shape(take_checkpoint, self.state_specs)
-        return self._get("take_checkpoint", take_checkpoint, (self.state_specs,), out)
+        specs = self._checkpoint_specs
+        return self._get("take_checkpoint", take_checkpoint, (self.state_specs,), specs)
 
     def rewind(self) -> Executable:
         """Returns the program `(state, checkpoint, tokens[capacity], length) -> state`."""
         state, length = self.state_specs, jax.ShapeDtypeStruct((), jnp.int32)
-        checkpoint = jax.eval_shape(take_checkpoint, state)
-        args = (state, checkpoint, state.tokens, length)
+        args = (state, self._checkpoint_specs, state.tokens, length)
         return self._get("rewind", rewind, args, state, donate=0)
 
     def fork(self) -> Executable:
@@ -205,12 +216,12 @@ class Programs:
     def read_block(self) -> Executable:
         """Returns the program `(state, index) -> KVBlock`, a copy; the state stays."""
         args = (self.state_specs, jax.ShapeDtypeStruct((), jnp.int32))
-        return self._get("read_block", read_block, args, jax.eval_shape(read_block, *args))
+        return self._get("read_block", read_block, args, self._block_specs)
 
     def write_block(self) -> Executable:
         """Returns the program `(state, block, index) -> state`."""
         state, index = self.state_specs, jax.ShapeDtypeStruct((), jnp.int32)
-        args = (state, jax.eval_shape(read_block, state, index), index)
+        args = (state, self._block_specs, index)
         return self._get("write_block", write_block, args, state, donate=0)
 
     def hold_tokens(self, rows: int) -> Executable:

@@ -264,6 +264,22 @@ def test_nothing_compiles_once_every_operation_was_used():
     assert len(model().programs[next(iter(model().programs))].events) == before
 
 
+def test_turns_leave_no_objects_behind():
+    ours = session(prefixes=oj.PrefixCache(1 << 20), isolation_key="a")
+
+    def turns(count):
+        for seed in range(count):
+            ours.replace([*text(40), *text(30, seed=seed % 2)])
+            answer(ours, 5)
+            ours.publish()
+        gc.collect()
+        return len(gc.get_objects())
+
+    turns(4)
+    before = turns(4)
+    assert turns(20) <= before + 20
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [
