@@ -1,10 +1,12 @@
 """What a measurement ran on: device, driver, clocks, versions, commit, date.
 
-Read once, as it is while the measurement runs; nothing is set. What a machine cannot tell is None.
+Read once, as it is when the measurement ends; nothing is set. What a machine cannot tell is None.
+The load is the mean number of processes that wanted a core in the last minute, this one included.
 """
 
 import datetime
 import importlib.metadata
+import os
 import pathlib
 import platform
 import subprocess
@@ -65,6 +67,8 @@ def manifest() -> dict[str, Any]:
         "platform": device.platform,
         "runtime": device.client.platform_version,
         "num_devices": jax.device_count(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
         "gpus": _gpus(),
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),

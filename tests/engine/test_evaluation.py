@@ -11,8 +11,10 @@ import scipy.special
 import openjet_jax as oj
 from openjet_jax import evaluation
 from openjet_jax.convert.pipeline import convert_gguf
+from openjet_jax.engine import programs_for
 from openjet_jax.evaluation import Comparison, estimate, evaluate, log_softmax, reader, render
 from openjet_jax.llama_logits import open_logits
+from openjet_jax.scoring import logits_of, read_hidden
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "golden"
 WINDOW, WINDOWS = 32, 5
@@ -33,8 +35,12 @@ def ids(model) -> np.ndarray:
 @pytest.fixture(scope="module")
 def logits(model, ids) -> np.ndarray:
     """Logits [windows, window, vocab] of the model itself."""
-    windows = ids[: WINDOW * WINDOWS].reshape(WINDOWS, WINDOW)
-    return np.stack([oj.score(model, window)["logits"] for window in windows])
+    windows, programs = (
+        ids[: WINDOW * WINDOWS].reshape(WINDOWS, WINDOW),
+        programs_for(model, WINDOW),
+    )
+    hidden = [read_hidden(model, programs, window) for window in windows]
+    return np.stack([logits_of(model, programs, rows) for rows in hidden])
 
 
 def llama_file(path: pathlib.Path, tokens: np.ndarray, logits: np.ndarray) -> pathlib.Path:

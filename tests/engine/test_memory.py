@@ -13,7 +13,7 @@ from openjet_jax import device_memory, engine, startup
 from openjet_jax.checkpoint import read_config
 from openjet_jax.compiled import Programs
 from openjet_jax.config import DecodeConfig
-from openjet_jax.described import CARDS, card_of
+from openjet_jax.described import CARDS, can_compile, card_of
 from openjet_jax.device_memory import Room, device_room, host_memory
 from openjet_jax.inspection import inspect, render
 from openjet_jax.loading import checkpoint_of, contents, load
@@ -113,6 +113,22 @@ def test_a_card_that_is_not_here_is_planned_for(device):
 def test_inspecting_can_ask_the_compiler(monkeypatch):
     facts = inspect(DATA / "q8_0.gguf", context=256, compiling=True)
     assert facts["memory"]["compiled"] and "workspace, compiled" in render(facts)
+
+
+def test_a_program_for_an_absent_card_is_compiled_without_it():
+    if not can_compile():
+        with pytest.raises(ValueError, match="needs JAX's CUDA plugin"):
+            inspect(DATA / "q8_0.gguf", context=256, device="rtx3090", compiling=True)
+        return
+    found = inspect(DATA / "q8_0.gguf", context=256, device="rtx3090", compiling=True)["memory"]
+    assert found["compiled"] and 0 < found["workspace"] < 2**26
+
+
+@pytest.mark.gpu
+def test_the_driver_of_a_gpu_says_what_is_free():
+    found, room = device_memory._driver_memory(0), device_room()
+    assert found is not None and room is not None and not room.host
+    assert 0 < found[0] <= found[1] == room.total and 0 < room.free <= room.total
 
 
 class Device:
