@@ -76,13 +76,14 @@ def attention[C: KVCache](
     assert weights is not None
     q, gate, k, v = attention_inputs(h, weights, layer, at.positions, config)
     kv = kv.write(layer, at.start, k, v, at.live)
-    if weights.kernels and attend is attend_to_all and isinstance(kv.k, jax.Array):
+    k, v, plain = kv.k, kv.v, attend is attend_to_all
+    if weights.kernels and plain and isinstance(k, jax.Array) and isinstance(v, jax.Array):
         # Mosaic takes a second to import, and only an sm_90 GPU needs it.
         from pallas_kernels.attention_decode import attn_decode, fits
 
-        if fits(q.shape, kv.k.shape, kv.k.dtype):
+        if fits(q.shape, k.shape, k.dtype):
             index = jnp.asarray(layer, jnp.int32)
-            gated = attn_decode(q, kv.k, kv.v, index, at.positions, at.end, gate, at.first)
+            gated = attn_decode(q, k, v, index, at.positions, at.end, gate, at.first)
             return project(gated.reshape(gated.shape[0], -1), weights.out, layer), kv
     out, kv = attend(q, kv, layer, at)
     return attention_output(out, gate, weights, layer), kv
