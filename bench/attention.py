@@ -19,7 +19,9 @@ from bench.kernels import read_bandwidth
 from bench.summary import RESULTS, Figure, record
 from bench.timing import kernel_times_us, wall_time_us
 from pallas_kernels.attention import BLOCK, attention_reference
-from pallas_kernels.attention_decode import ROWS, WIDTH, attn_decode
+from pallas_kernels.attention_decode import attn_decode
+from pallas_kernels.attention_tiles import ROWS, WIDTH
+from pallas_kernels.cached_rows import Q8_0, empty, like
 
 LAYERS, HEADS, KV_HEADS, LIVE = 16, 24, 4, 5
 LIMIT = 2e-3
@@ -35,6 +37,7 @@ class Case:
       length: positions, those of the rows included.
       must, aim: percent of the read bandwidth, or microseconds a layer where `in_us`.
       in_us: whether the figure is a time.
+      kind: format of the cache.
     """
 
     name: str
@@ -42,23 +45,25 @@ class Case:
     must: float
     aim: float
     in_us: bool = False
+    kind: str = "bfloat16"
 
 
 CASES = [
     Case(name="attn_decode_1k", length=1024, must=12, aim=6, in_us=True),
     Case(name="attn_decode_32k_bf16", length=32768, must=55, aim=80),
+    Case(name="attn_decode_32k_q8", length=32768, must=50, aim=75, kind=Q8_0),
 ]
 
 
-def operands(length: int, layers: int, heads: int = HEADS, kv_heads: int = KV_HEADS):
+def operands(length: int, layers: int, kind: str, heads: int = HEADS, kv_heads: int = KV_HEADS):
     """Returns queries, keys, values, gates, positions and the end of a cycle after a history."""
     keys = jax.random.split(jax.random.key(0), 4)
-    cache = layers, -(-(length + ROWS) // BLOCK) * BLOCK, kv_heads, WIDTH
-    row = jnp.arange(ROWS)
+    shape = layers, -(-(length + ROWS) // BLOCK) * BLOCK, kv_heads, WIDTH
+    cache, row = empty((1, WIDTH), kind), jnp.arange(ROWS)
     return (
         jax.random.normal(keys[0], (ROWS, heads, WIDTH)),
-        jax.random.normal(keys[1], cache, jnp.bfloat16),
-        jax.random.normal(keys[2], cache, jnp.bfloat16),
+        like(cache, jax.random.normal(keys[1], shape)),
+        like(cache, jax.random.normal(keys[2], shape)),
         jax.random.normal(keys[3], (ROWS, heads, WIDTH)),
         jnp.where(row < LIVE, length - LIVE + row, -1),
         jnp.int32(length),
@@ -72,19 +77,21 @@ def _reference(q, k, v, layer, positions, end, gate):
 def _all_layers(run):
     @jax.jit
     def layers(q, k, v, gate, positions, end):
+        num_layers, *_ = k.shape
+
         def body(layer, total):
             # The next layer's queries follow from this one's output, as in a model.
             out = run(q + 1e-6 * total, k, v, layer, positions, end, gate)
             return total + out
 
-        return jax.lax.fori_loop(0, k.shape[0], body, jnp.zeros_like(q))
+        return jax.lax.fori_loop(0, num_layers, body, jnp.zeros_like(q))
 
     return layers
 
 
 def measure(case: Case, bandwidth: float) -> dict:
     """Returns errors against the reference, and times of all layers."""
-    q, k, v, gate, positions, end = operands(case.length, LAYERS)
+    q, k, v, gate, positions, end = operands(case.length, LAYERS, case.kind)
     layer = jnp.int32(LAYERS - 1)
     at = layer, positions, end, gate
     out = np.asarray(jax.jit(attn_decode)(q, k, v, *at), np.float64)
@@ -94,7 +101,7 @@ def measure(case: Case, bandwidth: float) -> dict:
     times = kernel_times_us(layers, *arguments, name="attn_decode", per_call=LAYERS)
     merges = kernel_times_us(layers, *arguments, name="attn_decode_merge", per_call=LAYERS)
     peer = kernel_times_us(_all_layers(_reference), *arguments, name="", per_call=LAYERS)
-    us, num_bytes = float(np.median(times)), 2 * case.length * KV_HEADS * WIDTH * 2
+    us, num_bytes = float(np.median(times)), _read_bytes(k, v, case.length)
     return dict(
         name=case.name,
         error=error,
@@ -108,6 +115,12 @@ def measure(case: Case, bandwidth: float) -> dict:
         reference_us=float(np.median(peer)),
         reference_share=num_bytes / float(np.median(peer)) / 1e3 / bandwidth,
     )
+
+
+def _read_bytes(k, v, length: int) -> int:
+    """Returns what a layer reads of the cache."""
+    position = sum(x.nbytes // (x.shape[0] * x.shape[1]) for x in jax.tree.leaves((k, v)))
+    return length * position
 
 
 def figure(case: Case, row: dict) -> Figure:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -76,14 +75,13 @@ def attention[C: KVCache](
     assert weights is not None
     q, gate, k, v = attention_inputs(h, weights, layer, at.positions, config)
     kv = kv.write(layer, at.start, k, v, at.live)
-    k, v, plain = kv.k, kv.v, attend is attend_to_all
-    if weights.kernels and plain and isinstance(k, jax.Array) and isinstance(v, jax.Array):
+    if weights.kernels and attend is attend_to_all:
         # Mosaic takes a second to import, and only an sm_90 GPU needs it.
         from pallas_kernels.attention_decode import attn_decode, fits
 
-        if fits(q.shape, k.shape, k.dtype):
+        if fits(q, kv.k):
             index = jnp.asarray(layer, jnp.int32)
-            gated = attn_decode(q, k, v, index, at.positions, at.end, gate, at.first)
+            gated = attn_decode(q, kv.k, kv.v, index, at.positions, at.end, gate, at.first)
             return project(gated.reshape(gated.shape[0], -1), weights.out, layer), kv
     out, kv = attend(q, kv, layer, at)
     return attention_output(out, gate, weights, layer), kv

@@ -6,7 +6,7 @@ to a warp, so keys and values go through the tensor cores as they lie in the cac
 tile of positions, and merge at the end of the chunk; a second kernel merges the chunks in order,
 and gates. What a row sees, and in which order it is summed, follows from its position alone.
 
-Softmax is online and in float32. Queries enter the products as two bfloat16 each, weights as one.
+Softmax is online and in float32; how a cache's format enters the products: `attention_tiles`.
 FlashAttention-2 (Dao, 2023) and Flash-Decoding (Dao et al., 2023).
 """
 
@@ -17,28 +17,25 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import ptx
+from pallas_kernels.attention_tiles import (
+    ROWS,
+    SHARES,
+    SPAN,
+    TILE,
+    WARPS,
+    WIDTH,
+    BfloatTiles,
+    Q8Tiles,
+    Tiles,
+)
+from pallas_kernels.cached_rows import CachedRows, Q8Rows
 
-ROWS = 8
-"""Rows of a cycle."""
-
-WIDTH = 256
-TILE = 32
-"""Positions of a stage."""
-
-STAGES = 5
-SHARES = 2
-"""Parts of a tile that different warps take, of 16 positions: the depth of a matrix product."""
-
-SPAN = TILE // SHARES
-WARPS = 8
 AT_ONCE = 8
 """Chunks whose sums a merging thread has under way."""
 
-_ROW_BYTES = 2 * WIDTH
-_STAGE_BYTES = 2 * TILE * _ROW_BYTES
 _LOWEST = -1e30
 _SCALE = math.log2(math.e) / math.sqrt(WIDTH)
 
@@ -54,12 +51,14 @@ class Cut:
       heads, kv_heads: query and KV heads; head h reads KV head h // (heads / kv_heads).
       capacity: positions of the cache.
       first: first position that holds a key.
+      tiles: format of the cache.
     """
 
     heads: int
     kv_heads: int
     capacity: int
     first: int = 0
+    tiles: type[Tiles] = BfloatTiles
 
     def __post_init__(self):
         if self.heads % self.kv_heads or self.group not in (2, 4, 6, 8):
@@ -86,11 +85,6 @@ class Cut:
         return self.row_tiles * SHARES
 
     @property
-    def query_bytes(self) -> int:
-        """Shared memory of the queries, rounded, and of what the rounding left."""
-        return 2 * self.group * ROWS * _ROW_BYTES
-
-    @property
     def chunks(self) -> int:
         """Chunks of the cache."""
         return sum(
@@ -103,20 +97,20 @@ class Cut:
 
 def shared_bytes(cut: Cut) -> int:
     """Returns the shared memory of a block of threads: queries, and stages of keys and values."""
-    return cut.query_bytes + STAGES * _STAGE_BYTES
+    return cut.tiles.query_bytes(cut.group) + cut.tiles.stages * cut.tiles.stage_bytes
 
 
-def fits(queries: tuple[int, ...], cache: tuple[int, ...], dtype) -> bool:
-    """Returns whether there is a kernel for queries and a cache of these shapes and this type."""
-    (rows, heads, width), (*_, kv_heads, _) = queries, cache
+def fits(q: Float[Array, "rows heads width"], k: CachedRows) -> bool:
+    """Returns whether there is a kernel for queries over a cache of such shape and format."""
+    (rows, heads, width), (*_, kv_heads, _) = q.shape, k.shape
     sizes_fit = rows == ROWS and width == WIDTH and heads // kv_heads in (2, 4, 6, 8)
-    return sizes_fit and dtype == jnp.bfloat16
+    return sizes_fit and (isinstance(k, Q8Rows) or k.dtype == jnp.bfloat16)
 
 
 def attn_decode(
     q: Float[Array, "rows heads width"],
-    k: BFloat16[Array, "layers capacity kv_heads width"],
-    v: BFloat16[Array, "layers capacity kv_heads width"],
+    k: CachedRows,
+    v: CachedRows,
     layer: Int[Array, ""],
     positions: Int[Array, " rows"],
     end: Int[Array, ""],
@@ -127,7 +121,7 @@ def attn_decode(
 
     Args:
       q: queries, normalised and rotated, `ROWS` of them.
-      k: cached keys of all layers.
+      k: cached keys of all layers [layers, capacity, kv_heads, width], in bfloat16 or q8_0.
       v: cached values.
       layer: which.
       positions: of each row; a row at -1 gets zeros.
@@ -141,7 +135,8 @@ def attn_decode(
     (rows, heads, width), (_, capacity, kv_heads, _) = q.shape, k.shape
     if rows != ROWS or width != WIDTH:
         raise ValueError(f"{q.shape=} must be {ROWS} rows of width {WIDTH}")
-    cut = Cut(heads=heads, kv_heads=kv_heads, capacity=capacity, first=first)
+    tiles = Q8Tiles if isinstance(k, Q8Rows) else BfloatTiles
+    cut = Cut(heads=heads, kv_heads=kv_heads, capacity=capacity, first=first, tiles=tiles)
     counts = (positions + 1).astype(jnp.int32)
     scalars = jnp.reshape(layer, 1), jnp.reshape(end, 1)
     shape = (cut.chunks, heads, ROWS)
@@ -152,7 +147,7 @@ def attn_decode(
         grid=cut.chunks * kv_heads,
         warpgroups=WARPS // 4,
         shared=shared_bytes(cut),
-    )(q, k, v, counts, *scalars)
+    )(q, *jax.tree.leaves((k, v)), counts, *scalars)
     return _call(
         functools.partial(merge_kernel, ptx, cut),
         [jax.ShapeDtypeStruct(q.shape, jnp.float32)],
@@ -205,12 +200,13 @@ def _smaller(isa, a, b):
 class _Chunk:
     """Where a thread is, and the sizes of its chunk."""
 
-    def __init__(self, isa, cut: Cut, q, k, v, counts, layer, end, sums, stats, shared):
+    def __init__(self, isa, cut: Cut, q, *refs):
         self.isa, self.cut = isa, cut
-        self.q, self.k, self.v, self.sums, self.stats, counts = (
-            isa.global_address(ref) for ref in (q, k, v, sums, stats, counts)
+        *cache, counts, layer, end, sums, stats, shared = refs
+        self.q, self.sums, self.stats, counts = (
+            isa.global_address(ref) for ref in (q, sums, stats, counts)
         )
-        layer, self.end = (
+        self.layer, self.end = (
             isa.uniform(isa.load_global(isa.global_address(ref))[0]) for ref in (layer, end)
         )
         # The longest chunks go first, to the blocks that start first.
@@ -219,7 +215,7 @@ class _Chunk:
         self.start, size = _chunk_of(isa, self.index)
         stop = _smaller(isa, self.start + size, self.end)
         length = isa.select(self.start < stop, stop - self.start, 0)
-        self.tiles = (length + (TILE - 1)) // TILE
+        self.num_tiles = (length + (TILE - 1)) // TILE
         self.thread = isa.thread_index()
         self.warp, self.lane = isa.uniform(self.thread >> 5), self.thread & 31
         self.row_tile, self.share = self.warp % cut.row_tiles, self.warp // cut.row_tiles
@@ -227,67 +223,18 @@ class _Chunk:
         self.row = self.lane >> 2
         self.count = isa.load_global(isa.offset_address(counts, self.row, 4))[0]
         self.queries = isa.shared_address(shared)
-        self.stages = self.queries + cut.query_bytes
-        row = layer * cut.capacity
-        self.keys_at, self.values_at = (
-            isa.offset_address(
-                isa.offset_address(base, row, cut.kv_heads * _ROW_BYTES), self.kv_head, _ROW_BYTES
-            )
-            for base in (self.k, self.v)
-        )
+        self.stages = self.queries + cut.tiles.query_bytes(cut.group)
+        self.tiles = cut.tiles(self, tuple(isa.global_address(ref) for ref in cache))
 
-    def matrices(self, base, row, half):
-        """Returns addresses of a lane's 16 bytes in rows of 32, by the pair's place modulo 8.
+    def stage(self, index):
+        """Returns the address of a stage."""
+        return self.stages + index * self.cut.tiles.stage_bytes
 
-        Sixteen bytes number c of row r stand in place c ^ (r % 8), so that eight rows of a column
-        lie in different banks. The pair's place beyond 8 is an offset of 128 bytes for every 8.
-        """
-        place = half ^ (row & 7)
-        return [base + row * _ROW_BYTES + (place ^ low) * 16 for low in (0, 2, 4, 6)]
-
-
-def _load_queries(at: _Chunk) -> None:
-    isa, cut = at.isa, at.cut
-    quads = cut.group * ROWS * WIDTH // 4
-    for turn in range(quads // (32 * WARPS)):
-        index = at.thread + turn * (32 * WARPS)
-        row, quad = index // (WIDTH // 4), index % (WIDTH // 4)
-        # Row m of the matrix is row m % 8 of head m / 8.
-        head = at.kv_head * cut.group + (row >> 3)
-        place = ((row & 7) * cut.heads + head) * (WIDTH // 4) + quad
-        x = isa.load_global_floats(isa.offset_address(at.q, place, 16), 0, 4)
-        place = at.queries + row * _ROW_BYTES
-        place = place + ((quad >> 1) ^ (row & 7)) * 16 + (quad & 1) * 8
-        rounded = [isa.pack_bfloats(*x[:2]), isa.pack_bfloats(*x[2:])]
-        left = [
-            isa.sum_of(value, -isa.bfloat_to_float(rounded[i // 2], high=i % 2 == 1))
-            for i, value in enumerate(x)
-        ]
-        isa.store_shared(place, rounded)
-        left = [isa.pack_bfloats(*left[:2]), isa.pack_bfloats(*left[2:])]
-        isa.store_shared(place, left, cut.query_bytes // 2)
-
-
-def _fetch(at: _Chunk, tile, stage) -> None:
-    """Starts the copies of a tile, zeros where there is no key, and closes their group."""
-    isa, cut = at.isa, at.cut
-    with isa.when(tile < at.tiles):
-        first = at.start + tile * TILE
-        piece = at.thread & 31
-        for turn in range(TILE // WARPS):
-            row = at.warp + turn * WARPS
-            position = first + row
-            held = position < at.end
-            size = isa.select(held, 16, 0)
-            if cut.first:
-                size = isa.select(position < cut.first, 0, size)
-            target = at.stages + stage * _STAGE_BYTES + row * _ROW_BYTES
-            target = target + (piece ^ (row & 7)) * 16
-            for which, base in enumerate((at.keys_at, at.values_at)):
-                source = isa.offset_address(base, position, cut.kv_heads * _ROW_BYTES)
-                source = isa.offset_address(source, piece, 16)
-                isa.copy_async(target + which * TILE * _ROW_BYTES, source, size)
-    isa.close_copies()
+    def fetch(self, tile, stage) -> None:
+        """Starts the copies of a tile, if there is one, and closes their group."""
+        with self.isa.when(tile < self.num_tiles):
+            self.tiles.fetch(self.start + tile * TILE, self.stage(stage))
+        self.isa.close_copies()
 
 
 def chunk_kernel(isa, cut: Cut, *refs) -> None:
@@ -299,25 +246,26 @@ def chunk_kernel(isa, cut: Cut, *refs) -> None:
       *refs: operands, results and shared memory.
     """
     at = _Chunk(isa, cut, *refs)
-    for tile in range(STAGES - 1):
-        _fetch(at, isa.Word(tile), isa.Word(tile))
-    _load_queries(at)
+    stages = cut.tiles.stages
+    for tile in range(stages - 1):
+        at.fetch(isa.Word(tile), isa.Word(tile))
+    at.tiles.load_queries()
     zero, low = isa.Float(0.0), isa.Float(_LOWEST)
     carry = ([[zero] * 4 for _ in range(WIDTH // 8)], [low, low], [zero, zero])
 
     def step(tile, carry):
         stage, carry = carry
-        isa.wait_copies(STAGES - 2)
+        isa.wait_copies(stages - 2)
         isa.sync_threads(0, 32 * WARPS)
-        free = isa.select(stage.equals(0), STAGES - 1, stage - 1)
-        _fetch(at, tile + (STAGES - 1), free)
+        free = isa.select(stage.equals(0), stages - 1, stage - 1)
+        at.fetch(tile + (stages - 1), free)
         carry = isa.choose(at.computes, lambda: _attend(at, tile, stage, carry), carry)
-        return isa.select(stage.equals(STAGES - 1), 0, stage + 1), carry
+        return isa.select(stage.equals(stages - 1), 0, stage + 1), carry
 
-    _, carry = isa.loop(0, at.tiles, 1, (isa.Word(0), carry), step)
+    _, carry = isa.loop(0, at.num_tiles, 1, (isa.Word(0), carry), step)
     isa.wait_copies(0)
     isa.sync_threads(0, 32 * WARPS)
-    with isa.when(isa.Word(0) < at.tiles):
+    with isa.when(isa.Word(0) < at.num_tiles):
         _merge_shares(at, carry)
 
 
@@ -325,8 +273,7 @@ def _attend(at: _Chunk, tile, stage, carry):
     """Returns sums, largest scores and totals after a warp's share of a tile."""
     isa, cut = at.isa, at.cut
     sums, tops, totals = carry
-    keys = at.stages + stage * _STAGE_BYTES + at.share * (SPAN * _ROW_BYTES)
-    scores = _scores(at, keys)
+    scores = at.tiles.scores(at.stage(stage))
     first = at.start + tile * TILE + at.share * SPAN + (at.lane & 3) * 2
     for n, score in enumerate(scores):
         for i in range(4):
@@ -351,48 +298,8 @@ def _attend(at: _Chunk, tile, stage, carry):
         shrinks.append(shrink)
         new_totals.append(total)
     sums = [[isa.product_of(x, shrinks[i // 2]) for i, x in enumerate(sum_)] for sum_ in sums]
-    _add_values(at, keys + TILE * _ROW_BYTES, scores, sums)
+    at.tiles.add_values(at.stage(stage), scores, sums)
     return sums, new_tops, new_totals
-
-
-def _scores(at: _Chunk, keys):
-    """Returns queries times keys: for every 8 positions the accumulators of `ptx.mma`."""
-    isa, lost = at.isa, at.cut.query_bytes // 2
-    query_rows = at.matrices(at.queries, at.row_tile * 16 + (at.lane & 15), at.lane >> 4)
-    row, quarter = at.lane & 7, at.lane >> 3
-    key_rows = [keys + row * _ROW_BYTES + ((quarter ^ row) ^ low) * 16 for low in (0, 4)]
-    scores = [[isa.Float(0.0)] * 4 for _ in range(SPAN // 8)]
-    for pair in range(WIDTH // 32):
-        # Rounding queries alone would cost 1.6e-3; keys are in bfloat16 as they are.
-        left = [
-            [isa.load_matrices(query_rows[step % 4], step // 4 * 128 + part) for part in (0, lost)]
-            for step in (2 * pair, 2 * pair + 1)
-        ]
-        for n, score in enumerate(scores):
-            offset = n * 8 * _ROW_BYTES + pair // 2 * 128
-            right = isa.load_matrices(key_rows[pair % 2], offset)
-            for i in range(2):
-                for part in left[i]:
-                    score = isa.mma(part, right[2 * i : 2 * i + 2], score, kind="bf16")
-            scores[n] = score
-    return scores
-
-
-def _add_values(at: _Chunk, values, weights, sums) -> None:
-    """Adds weights times values to the sums."""
-    isa = at.isa
-    rows = at.matrices(values, at.lane & 15, at.lane >> 4)
-    for step in range(len(weights) // 2):
-        left = [
-            isa.pack_bfloats(*weights[2 * step + i // 2][2 * (i % 2) : 2 * (i % 2) + 2])
-            for i in range(4)
-        ]
-        for pair in range(WIDTH // 16):
-            offset = step * 16 * _ROW_BYTES + pair // 4 * 128
-            right = isa.load_matrices(rows[pair % 4], offset, transposed=True)
-            for i in range(2):
-                n = 2 * pair + i
-                sums[n] = isa.mma(left, right[2 * i : 2 * i + 2], sums[n], kind="bf16")
 
 
 def _merge_shares(at: _Chunk, carry) -> None:
@@ -440,10 +347,12 @@ def _store_chunk(at: _Chunk, sums, tops, totals) -> None:
             head = at.kv_head * cut.group + at.row_tile * 2 + half
             place = (at.index * cut.heads + head) * ROWS + at.row
             out = isa.offset_address(at.sums, place, 4 * WIDTH)
-            out = isa.offset_address(out, at.lane & 3, 8)
+            stride, _ = at.tiles.column(0, 0)
+            out = isa.offset_address(out, at.lane & 3, 4 * stride)
             for n, values in enumerate(sums):
                 for i in range(2):
-                    isa.store_global(out, values[2 * half + i], 32 * n + 4 * i)
+                    _, column = at.tiles.column(n, i)
+                    isa.store_global(out, values[2 * half + i], 4 * column)
             with isa.when((at.lane & 3).equals(0)):
                 stats = isa.offset_address(at.stats, place, 8)
                 isa.store_global(stats, tops[half])

@@ -318,6 +318,21 @@ def pack_bfloats(low: Float, high: Float) -> Word:
     return Word(_pure("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, result=_i32))
 
 
+def pack_halves(low: Float, high: Float) -> Word:
+    """Returns a pair of floats rounded to float16."""
+    return Word(_pure("cvt.rn.f16x2.f32 $0, $1, $2;", high, low, result=_i32))
+
+
+def subtract_bfloats(a: Word, b: Word) -> Word:
+    """Returns the differences of two pairs of bfloat16."""
+    return Word(_pure("sub.rn.bf16x2 $0, $1, $2;", a, b, result=_i32))
+
+
+def as_word(value: Float) -> Word:
+    """Returns the bits of a float32."""
+    return Word(arith.bitcast(_i32(), value.value))
+
+
 def bfloat_to_float(pair: Word, high: bool) -> Float:
     """Returns one bfloat16 of a pair as float32."""
     return as_float(pair & 0xFFFF0000 if high else pair << 16)

@@ -172,21 +172,54 @@ class Grid(Instructions):
         ]
         return (halves[0] | halves[1] << np.uint32(16)).view(Word)
 
+    @staticmethod
+    def pack_halves(low, high):
+        halves = [x.astype(np.float16).view(np.uint16).astype(np.uint32) for x in (low, high)]
+        return (halves[0] | halves[1] << np.uint32(16)).view(Word)
+
+    @staticmethod
+    def subtract_bfloats(a, b):
+        a, b = (np.ascontiguousarray(x).view(ml_dtypes.bfloat16) for x in (a, b))
+        return (a - b).view(np.uint32).view(Word)
+
+    @staticmethod
+    def add_halves(a, b):
+        b = np.full(a.shape, b, np.uint32).view(np.float16)
+        return (np.ascontiguousarray(a).view(np.float16) + b).view(np.uint32).view(Word)
+
+    @staticmethod
+    def permute_bytes(low, high, selector):
+        """Returns four bytes picked from eight, as `Instructions` does for a warp."""
+        both = np.asarray(low).astype(np.uint64) | np.uint64(high) << np.uint64(32)
+        result = np.zeros(both.shape, np.uint64)
+        for i in range(4):
+            index = np.uint64(8 * (selector >> 4 * i & 7))
+            result |= (both >> index & np.uint64(255)) << np.uint64(8 * i)
+        return result.astype(np.uint32).view(Word)
+
+    @staticmethod
+    def merge(word, mask, pattern):
+        return (np.asarray(word) & np.uint32(mask) ^ np.uint32(pattern)).view(Word)
+
+    @staticmethod
+    def as_word(value):
+        return np.ascontiguousarray(value).view(np.uint32).view(Word)
+
     def bfloat_to_float(self, pair, high):
         return self.as_float(pair & np.uint32(0xFFFF0000) if high else pair << np.uint32(16))
 
     @staticmethod
     def mma(a, b, c, kind):
-        assert kind == "bf16"
+        dtype = ml_dtypes.bfloat16 if kind == "bf16" else np.float16
         g, t = np.arange(32) // 4, np.arange(32) % 4
         warps = len(c[0]) // 32
         left, right = np.zeros((warps, 16, 16), np.float32), np.zeros((warps, 16, 8), np.float32)
         for i, word in enumerate(a):
-            pair = np.ascontiguousarray(word).view(ml_dtypes.bfloat16).reshape(warps, 32, 2)
+            pair = np.ascontiguousarray(word).view(dtype).reshape(warps, 32, 2)
             for o in range(2):
                 left[:, g + 8 * (i % 2), 2 * t + o + 8 * (i // 2)] = pair[:, :, o]
         for i, word in enumerate(b):
-            pair = np.ascontiguousarray(word).view(ml_dtypes.bfloat16).reshape(warps, 32, 2)
+            pair = np.ascontiguousarray(word).view(dtype).reshape(warps, 32, 2)
             for o in range(2):
                 right[:, 2 * t + o + 8 * i, g] = pair[:, :, o]
         product = left @ right

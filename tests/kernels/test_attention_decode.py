@@ -9,21 +9,26 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import attention_reference
+from pallas_kernels.cached_rows import Q8_0, Q8Rows, empty, like
 from tests.kernels.cluster_model import Buffer, Grid
 
 pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 
 from pallas_kernels.attention_decode import (  # noqa: E402
-    ROWS,
     SIZES,
-    WARPS,
-    WIDTH,
     Cut,
     attn_decode,
     chunk_kernel,
     fits,
     merge_kernel,
     shared_bytes,
+)
+from pallas_kernels.attention_tiles import (  # noqa: E402
+    ROWS,
+    WARPS,
+    WIDTH,
+    BfloatTiles,
+    Q8Tiles,
 )
 
 LIMIT = 2e-3
@@ -32,15 +37,31 @@ LIMIT = 2e-3
 reference = jax.jit(attention_reference, static_argnames="first")
 
 
-def operands_of(heads: int, kv_heads: int, capacity: int, layers: int = 2):
+FORMATS = ["bfloat16", Q8_0]
+
+
+def operands_of(heads: int, kv_heads: int, capacity: int, kind: str = "bfloat16"):
+    """Returns queries, keys and values of two layers, and gates."""
     keys = jax.random.split(jax.random.key(0), 4)
-    cache = layers, capacity, kv_heads, WIDTH
+    shape = 2, capacity, kv_heads, WIDTH
+    cache = empty((1, WIDTH), kind)
     return (
         jax.random.normal(keys[0], (ROWS, heads, WIDTH)),
-        jax.random.normal(keys[1], cache, jnp.bfloat16),
-        jax.random.normal(keys[2], cache, jnp.bfloat16),
+        like(cache, jax.random.normal(keys[1], shape)),
+        like(cache, jax.random.normal(keys[2], shape)),
         jax.random.normal(keys[3], (ROWS, heads, WIDTH)),
     )
+
+
+def spoiled(cache, first: int, length: int):
+    """Returns a cache whose other positions hold NaN, or codes that mean nothing."""
+
+    def leaf(x):
+        at = jnp.arange(x.shape[1])[None, :, None, None]
+        bad = 77 if x.dtype == jnp.int8 else jnp.nan
+        return jnp.where((at < first) | (at >= length), jnp.asarray(bad, x.dtype), x)
+
+    return jax.tree.map(leaf, cache)
 
 
 def positions_of(length: int, live: int) -> jax.Array:
@@ -53,12 +74,16 @@ def model(q, k, v, layer, positions, end, gate, first=0):
     """Returns what `attn_decode` does, computed by the model of a grid."""
     _, heads, _ = q.shape
     _, capacity, kv_heads, _ = k.shape
-    cut = Cut(heads=heads, kv_heads=kv_heads, capacity=capacity, first=first)
+    tiles = Q8Tiles if isinstance(k, Q8Rows) else BfloatTiles
+    cut = Cut(heads=heads, kv_heads=kv_heads, capacity=capacity, first=first, tiles=tiles)
     counts = Buffer(np.asarray(positions + 1))
     scalars = [Buffer(np.full(1, int(n), np.int32)) for n in (layer, end)]
     shape = cut.chunks, heads, ROWS
     sums, stats = (Buffer(np.full((*shape, w), np.nan, np.float32)) for w in (WIDTH, 2))
-    cache = [Buffer(np.asarray(x).view(np.uint16)) for x in (k, v)]
+    cache = [
+        Buffer(np.asarray(x).view(np.int8 if x.dtype == jnp.int8 else np.uint16))
+        for x in jax.tree.leaves((k, v))
+    ]
     grid = Grid(cut.chunks * kv_heads, 1, 32 * WARPS, shared_bytes(cut))
     with np.errstate(invalid="ignore", over="ignore"):
         attend: Any = chunk_kernel
@@ -71,11 +96,10 @@ def model(q, k, v, layer, positions, end, gate, first=0):
     return jnp.asarray(out.values)
 
 
-def assert_agrees(run, heads, kv_heads, capacity, length, live, first=0) -> None:
+def assert_agrees(run, kind, heads, kv_heads, capacity, length, live, first=0) -> None:
     """Compares with the reference; what no row may see is NaN."""
-    q, k, v, gate = operands_of(heads, kv_heads, capacity)
-    at = jnp.arange(capacity)[None, :, None, None]
-    k, v = (jnp.where((at < first) | (at >= length), jnp.nan, x) for x in (k, v))
+    q, k, v, gate = operands_of(heads, kv_heads, capacity, kind)
+    k, v = (spoiled(x, first, length) for x in (k, v))
     positions, end = positions_of(length, live), jnp.int32(length)
     out = np.asarray(run(q, k, v, jnp.int32(1), positions, end, gate, first=first), np.float64)
     want = reference(q, k[1], v[1], positions, end, first=first) * jax.nn.sigmoid(gate)
@@ -84,17 +108,18 @@ def assert_agrees(run, heads, kv_heads, capacity, length, live, first=0) -> None
     assert np.sqrt(np.mean((out - want) ** 2)) < LIMIT * np.sqrt(np.mean(want**2))
 
 
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "length", "live", "first"),
     [(6, 1, 31, 5, 0), (8, 2, 200, 8, 1), (2, 1, 1, 1, 0), (8, 1, 130, 3, 0)],
 )
-def test_attention_agrees_with_its_reference(heads, kv_heads, length, live, first):
-    assert_agrees(model, heads, kv_heads, 256, length, live, first)
+def test_attention_agrees_with_its_reference(kind, heads, kv_heads, length, live, first):
+    assert_agrees(model, kind, heads, kv_heads, 256, length, live, first)
 
 
-def assert_bits_stand(run, heads, kv_heads, capacity, length) -> None:
+def assert_bits_stand(run, kind, heads, kv_heads, capacity, length) -> None:
     """A row has the same bits whatever rows stand beside it and whatever comes after it."""
-    q, k, v, gate = operands_of(heads, kv_heads, capacity)
+    q, k, v, gate = operands_of(heads, kv_heads, capacity, kind)
     layer, positions = jnp.int32(0), positions_of(length, 4)
     out = np.asarray(run(q, k, v, layer, positions, jnp.int32(length), gate))
     for row in range(4):
@@ -106,8 +131,9 @@ def assert_bits_stand(run, heads, kv_heads, capacity, length) -> None:
         np.testing.assert_array_equal(other[0], out[row])
 
 
-def test_a_row_has_the_same_bits_alone():
-    assert_bits_stand(model, 4, 1, 256, 130)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_row_has_the_same_bits_alone(kind):
+    assert_bits_stand(model, kind, 4, 1, 256, 130)
 
 
 def test_chunks_tile_the_positions_of_every_capacity():
@@ -120,11 +146,11 @@ def test_chunks_tile_the_positions_of_every_capacity():
 
 
 def test_sizes_without_a_kernel_are_refused():
-    cache = 16, 256, 4, 256
-    assert fits((8, 24, 256), cache, jnp.bfloat16)
-    assert not fits((8, 24, 256), cache, jnp.float32)
-    for queries in ((64, 24, 256), (8, 12, 256), (8, 24, 64)):
-        assert not fits(queries, cache, jnp.bfloat16)
+    caches = [empty((1, 64, 4, WIDTH), kind) for kind in (*FORMATS, "float32")]
+    found = [fits(jnp.zeros((8, 24, WIDTH)), cache) for cache in caches]
+    assert found == [True, True, False]
+    for shape in ((64, 24, 256), (8, 12, 256), (8, 24, 64)):
+        assert not fits(jnp.zeros(shape), caches[0])
     with pytest.raises(ValueError, match="use attention_reference"):
         Cut(heads=12, kv_heads=4, capacity=256)
     with pytest.raises(ValueError, match="must be a multiple of TILE=32"):
@@ -134,13 +160,14 @@ def test_sizes_without_a_kernel_are_refused():
         attn_decode(q[:4], k, v, jnp.int32(0), jnp.arange(4), jnp.int32(4), gate[:4])
 
 
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("heads", [(8, 2), (16, 4), (24, 4)])
-def test_attention_compiles_to_machine_code_without_spills(heads):
+def test_attention_compiles_to_machine_code_without_spills(heads, kind):
     from bench.compile_kernels import can_compile, compile_attn_decode, described_h200
 
     if not can_compile():
         pytest.skip("needs JAX's CUDA plugin and ptxas")
-    reports = compile_attn_decode(heads[0], heads[1], described_h200())
+    reports = compile_attn_decode(heads[0], heads[1], kind, described_h200())
     assert len(reports) == 2
     assert all(report.spilled_bytes == 0 for report in reports)
 
@@ -158,18 +185,20 @@ LENGTHS = [1, 31, 32, 33, 1023, 2049, 32768, 131072]
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(24, 4), (16, 4), (8, 2)])
-def test_attention_is_right_on_the_card(heads, kv_heads, length):
+def test_attention_is_right_on_the_card(kind, heads, kv_heads, length):
     run = jax.jit(attn_decode, static_argnames="first")
     capacity = -(-(length + ROWS) // 256) * 256
-    assert_agrees(run, heads, kv_heads, capacity, length, min(5, length))
+    assert_agrees(run, kind, heads, kv_heads, capacity, length, min(5, length))
     if length > 1:
-        assert_agrees(run, heads, kv_heads, capacity, length, 1, first=1)
+        assert_agrees(run, kind, heads, kv_heads, capacity, length, 1, first=1)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("length", [33, 1025, 9000])
-def test_a_row_has_the_same_bits_alone_on_the_card(length):
+def test_a_row_has_the_same_bits_alone_on_the_card(kind, length):
     capacity = -(-(length + ROWS) // 256) * 256
-    assert_bits_stand(jax.jit(attn_decode), 24, 4, capacity, length)
+    assert_bits_stand(jax.jit(attn_decode), kind, 24, 4, capacity, length)
