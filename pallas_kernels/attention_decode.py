@@ -297,7 +297,17 @@ def _attend(at: _Chunk, tile, stage, carry):
         new_tops.append(top)
         shrinks.append(shrink)
         new_totals.append(total)
-    sums = [[isa.product_of(x, shrinks[i // 2]) for i, x in enumerate(sum_)] for sum_ in sums]
+    # Largest scores seldom change; where none of a warp's does, all factors are 1.
+    changed = isa.any_lane(
+        isa.either(
+            *(isa.as_word(x).differs(isa.as_word(y)) for x, y in zip(tops, new_tops, strict=True))
+        )
+    )
+    sums = isa.choose(
+        changed,
+        lambda: [[isa.product_of(x, shrinks[i // 2]) for i, x in enumerate(sum_)] for sum_ in sums],
+        sums,
+    )
     at.tiles.add_values(at.stage(stage), scores, sums)
     return sums, new_tops, new_totals
 

@@ -212,6 +212,21 @@ def select_float(predicate: ir.Value, on_true: Float, on_false: Float) -> Float:
     return Float(arith.select(predicate, on_true.value, on_false.value))
 
 
+def either(a: ir.Value, b: ir.Value) -> ir.Value:
+    """Returns whether one of two predicates holds, or both."""
+    return arith.ori(a, b)
+
+
+def any_lane(predicate: ir.Value) -> ir.Value:
+    """Returns whether a predicate holds in any lane of the warp, the same in all of them."""
+    flag = select(predicate, 1, 0)
+    text = (
+        "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, -1; selp.u32 $0, 1, 0, p; }"
+    )
+    (found,) = _asm(text, flag, results=[_i32()])
+    return Word(found).differs(0)
+
+
 def select_address(predicate: ir.Value, on_true: ir.Value, on_false: ir.Value) -> ir.Value:
     """Returns one of two global addresses."""
     return arith.select(predicate, on_true, on_false)

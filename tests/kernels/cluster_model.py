@@ -122,6 +122,11 @@ class Grid(Instructions):
         assert np.all(word.reshape(-1, 32) == word.reshape(-1, 32)[:, :1])
         return word
 
+    either = staticmethod(np.logical_or)
+
+    def any_lane(self, predicate):
+        return np.repeat((predicate & self.active).reshape(-1, 32).any(1), 32)
+
     # Control flow.
 
     @contextlib.contextmanager
