@@ -151,11 +151,12 @@ def test_splits_that_do_not_fill_lanes_are_refused():
 
 @pytest.mark.parametrize("sizes", GDN_SIZES, ids=str)
 def test_a_layer_compiles_to_machine_code_without_spills(sizes):
-    from bench.compile_kernels import can_compile, compile_gdn_decode, described_h200
+    from bench.compile_kernels import compile_gdn_decode
+    from openjet_jax.described import can_compile, card_of, sharding_on
 
     if not can_compile():
         pytest.skip("needs JAX's CUDA plugin and ptxas")
-    report = compile_gdn_decode(sizes, described_h200())
+    report = compile_gdn_decode(sizes, sharding_on(card_of("h200")))
     groups = sizes.value_heads // sizes.key_heads
     # Two blocks of threads fit a multiprocessor: not all clusters of eight find free ones.
     assert report.spilled_bytes == 0 and report.registers * 128 * groups <= 65536 // 2
