@@ -9,6 +9,7 @@ from golden import CACHE, DECODE, Case, case, greedy
 from sessions import NAME, answer, text
 
 import openjet_jax as oj
+from openjet_jax.checkpoint import read_config
 from openjet_jax.compiled import Programs, ProgramStore
 from openjet_jax.config import DecodeConfig
 from openjet_jax.memory import memory_plan
@@ -112,8 +113,9 @@ def test_a_published_session_is_taken_up_by_another_bit_for_bit():
 
 
 def test_the_cache_takes_eight_and_a_half_bits_a_value():
+    config = read_config(model().directory)
     exact, ours = (
-        memory_plan(model().config, (), DecodeConfig(context=1000, kv_dtype=dtype))
+        memory_plan(config.model, config.tensors, DecodeConfig(context=1000, kv_dtype=dtype))
         for dtype in ("float32", DTYPE)
     )
     assert ours.kv * 32 == exact.kv * 8.5 and ours.mtp_kv * 32 == exact.mtp_kv * 8.5

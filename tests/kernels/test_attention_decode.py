@@ -111,7 +111,7 @@ def assert_agrees(run, kind, heads, kv_heads, capacity, length, live, first=0) -
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "length", "live", "first"),
-    [(6, 1, 31, 5, 0), (8, 2, 200, 8, 1), (2, 1, 1, 1, 0), (8, 1, 130, 3, 0)],
+    [(6, 1, 31, 5, 0), (8, 2, 200, 8, 1), (2, 1, 1, 1, 0)],
 )
 def test_attention_agrees_with_its_reference(kind, heads, kv_heads, length, live, first):
     assert_agrees(model, kind, heads, kv_heads, 256, length, live, first)
