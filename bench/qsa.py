@@ -135,11 +135,12 @@ def filled(decode: DecodeConfig) -> SparseCache:
     """Returns a cache of random contents whose block keys are not pooled yet."""
     kv = sparse_cache(SIZES, decode, 1, 1)
     assert isinstance(kv, SparseCache)
-    planes = {
-        name: jax.random.normal(jax.random.key(i), plane.shape, jnp.float32).astype(plane.dtype)
-        for i, (name, plane) in enumerate(kv.planes().items())
-    }
-    return dataclasses.replace(kv, **planes)
+    leaves, tree = jax.tree.flatten(kv.planes())
+    filled = [
+        jax.random.normal(jax.random.key(i), leaf.shape, jnp.float32).astype(leaf.dtype)
+        for i, leaf in enumerate(leaves)
+    ]
+    return dataclasses.replace(kv, **jax.tree.unflatten(tree, filled))
 
 
 def median_us(run, *args, repeats: int) -> float:

@@ -93,7 +93,7 @@ def add_model(sub: argparse.ArgumentParser) -> None:
     """Adds the model, what it drafts over, and the shapes of its cache."""
     sub.add_argument("model", help=MODEL)
     sub.add_argument("--context", type=int, help="most positions, prompt and output together")
-    sub.add_argument("--kv-dtype", help="format of the key-value cache: float32 or bfloat16")
+    sub.add_argument("--kv-dtype", help="format of the key-value cache: float32, bfloat16 or q8_0")
     what = '"full", "default", a size, or a .npy file of ids: the tokens that drafts are made of'
     sub.add_argument("--draft-vocab", help=what)
     sub.add_argument("--draft-head", help='"same" or "q4", a draft head of four bits')

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from openjet_jax.config import ModelConfig
 from openjet_jax.layers import attention_inputs, attention_output, keys_and_values
 from openjet_jax.state import KVCache
-from openjet_jax.weights import AttentionWeights
+from openjet_jax.weights import AttentionWeights, project
 from pallas_kernels.attention import attention_reference
 
 
@@ -74,7 +74,16 @@ def attention[C: KVCache](
     """
     assert weights is not None
     q, gate, k, v = attention_inputs(h, weights, layer, at.positions, config)
-    out, kv = attend(q, kv.write(layer, at.start, k, v, at.live), layer, at)
+    kv = kv.write(layer, at.start, k, v, at.live)
+    if weights.kernels and attend is attend_to_all:
+        # Mosaic takes a second to import, and only an sm_90 GPU needs it.
+        from pallas_kernels.attention_decode import attn_decode, fits
+
+        if fits(q, kv.k):
+            index = jnp.asarray(layer, jnp.int32)
+            gated = attn_decode(q, kv.k, kv.v, index, at.positions, at.end, gate, at.first)
+            return project(gated.reshape(gated.shape[0], -1), weights.out, layer), kv
+    out, kv = attend(q, kv, layer, at)
     return attention_output(out, gate, weights, layer), kv
 
 

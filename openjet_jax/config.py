@@ -254,7 +254,7 @@ class Qwen4ExpConfig(ModelConfig):
         return tuple(i for i, s in enumerate(self.sparse) if s)
 
 
-KV_DTYPES = ("float32", "bfloat16")
+KV_DTYPES = ("float32", "bfloat16", "q8_0")
 """Formats of the key-value cache."""
 
 

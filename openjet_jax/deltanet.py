@@ -1,23 +1,33 @@
 """Gated DeltaNet layers from state to state, over the rows of a cycle or a chunk of a prompt."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from openjet_jax.config import ModelConfig
-from openjet_jax.layers import deltanet_inputs, deltanet_output
 from openjet_jax.state import RecurrentState
-from openjet_jax.weights import DeltaNetWeights
-from pallas_kernels.delta_rule import delta_rule_chunked, delta_rule_in_order
+from openjet_jax.weights import DeltaNetWeights, project
+from pallas_kernels.deltanet_layer import (
+    Gate,
+    Inputs,
+    Memory,
+    Parameters,
+    Sizes,
+    gdn_decode_reference,
+    gdn_prefill_reference,
+)
 
 
-def put_layer(stack: Array, layer, value: Array) -> Array:
-    """Returns a stack over layers with one layer's array replaced."""
-    return lax.dynamic_update_index_in_dim(stack, value, layer, 0)
+def layer_sizes(config: ModelConfig, gate: Gate) -> Sizes:
+    """Returns the sizes of a model's DeltaNet layers."""
+    return Sizes(
+        key_heads=config.key_heads,
+        value_heads=config.value_heads,
+        width=config.gdn_width,
+        taps=config.conv_taps,
+        eps=config.eps,
+        gate=gate,
+    )
 
 
 def deltanet[S: RecurrentState](
@@ -28,7 +38,7 @@ def deltanet[S: RecurrentState](
     config: ModelConfig,
     num_live: Int[Array, ""],
     *,
-    gate: Callable[[Array], Array],
+    gate: Gate,
     chunked: bool,
 ) -> tuple[Float[Array, "rows hidden"], S]:
     """Returns the layer's output rows, and the state with this layer's part advanced.
@@ -48,20 +58,29 @@ def deltanet[S: RecurrentState](
       chunked: whether the rows are a chunk, certain to stay, rather than a cycle's.
     """
     assert weights is not None
-    old = lax.dynamic_slice_in_dim(state.window[layer], state.start, config.history)
-    rows, window = deltanet_inputs(h, old, weights, layer, config)
-    delta, pending = state.delta[layer], jax.tree.map(lambda x: x[layer], state.pending)
-    if chunked:
-        delta, _ = delta_rule_in_order(delta, pending, state.num_pending, pending, jnp.int32(0))
-        delta, out = delta_rule_chunked(delta, rows, num_live)
-        window = lax.dynamic_slice_in_dim(window, num_live, config.history)
-    else:
-        delta, out = delta_rule_in_order(delta, pending, state.num_pending, rows, num_live)
-        put = jax.tree.map(lambda stack, x: put_layer(stack, layer, x), state.pending, rows)
-        state = replace(state, pending=put)
-    state = replace(
-        state,
-        delta=put_layer(state.delta, layer, delta),
-        window=lax.dynamic_update_slice(state.window, window[None], (layer, 0, 0)),
+    sizes = layer_sizes(config, gate)
+    x = Inputs(
+        u=project(h, weights.qkv, layer),
+        z=project(h, weights.gate, layer),
+        a=project(h, weights.alpha, layer),
+        b=project(h, weights.beta, layer),
     )
-    return deltanet_output(out, h, weights, layer, config.eps, gate), state
+    parameters = Parameters(
+        conv=weights.conv, dt_bias=weights.dt_bias, decay=weights.decay, norm=weights.gate_norm
+    )
+    memory = Memory(delta=state.delta, window=state.window, pending=state.pending)
+    run = gdn_prefill_reference if chunked else _decode_kernel(weights, sizes)
+    counts = state.start, state.num_pending, num_live
+    out, memory = run(x, parameters, memory, layer, *counts, sizes)
+    state = replace(state, delta=memory.delta, window=memory.window, pending=memory.pending)
+    return project(out, weights.out, layer), state
+
+
+def _decode_kernel(weights: DeltaNetWeights, sizes: Sizes):
+    if weights.kernels:
+        # Mosaic takes a second to import, and only an sm_90 GPU needs it.
+        from pallas_kernels.deltanet_decode import fits, gdn_decode
+
+        if fits(sizes):
+            return gdn_decode
+    return gdn_decode_reference

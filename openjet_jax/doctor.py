@@ -82,7 +82,7 @@ def _backend(devices: list[dict[str, Any]]) -> dict[str, str]:
         return {"name": "none", "device": "no device", "why": "JAX offers none"}
     name = resolve_backend("auto")
     why = {
-        "mosaic": "products with packed weights go through kernels for sm_90, the rest through XLA",
+        "mosaic": "products and cycles go through kernels for sm_90, the rest through XLA",
         "reference": "plain jax.numpy, compiled by XLA; there are kernels for sm_90 GPUs only",
     }
     return {"name": name, "device": devices[0]["kind"], "why": why[name]}

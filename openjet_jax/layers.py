@@ -3,21 +3,12 @@
 Everything is float32. Norm weights come from the file ready to multiply (no 1 is added).
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from openjet_jax.config import ModelConfig
-from openjet_jax.weights import (
-    AttentionWeights,
-    DeltaNetWeights,
-    FeedForwardWeights,
-    Weights,
-    project,
-)
-from pallas_kernels.delta_rule import Rows
+from openjet_jax.weights import AttentionWeights, FeedForwardWeights, Weights, project
 
 
 def rms_norm(
@@ -26,11 +17,6 @@ def rms_norm(
     """Returns `x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang, Sennrich 2019)."""
     scale = jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
     return x * scale * jnp.expand_dims(weight, range(x.ndim - weight.ndim))
-
-
-def l2_norm(x: Float[Array, "*rows width"], eps: float) -> Float[Array, "*rows width"]:
-    """Returns `x / sqrt(sum(x^2) + eps)` over the last axis."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + eps)
 
 
 def rotate(
@@ -110,50 +96,3 @@ def attention_output(
     """Returns the output projection of the sigmoid-gated heads."""
     gated = attended * jax.nn.sigmoid(gate)
     return project(gated.reshape(gated.shape[0], -1), weights.out, layer)
-
-
-def deltanet_inputs(
-    h: Float[Array, "rows hidden"],
-    history: Float[Array, "history channels"],
-    weights: DeltaNetWeights,
-    layer,
-    config: ModelConfig,
-) -> tuple[Rows, Float[Array, "history_rows channels"]]:
-    """Returns the delta rule's rows, and the window: history and the rows before the convolution.
-
-    Causal depthwise convolution and SiLU over all channels, unit-length queries and keys per head,
-    `beta = sigmoid(b)`, `g = decay * softplus(a + dt_bias)` (Yang et al. 2024, as in Qwen3-Next).
-    """
-    u = project(h, weights.qkv, layer)
-    window = jnp.concatenate([history, u])
-    taps = weights.conv[layer][None]
-    mixed = sum(taps[..., j] * window[j : j + u.shape[0]] for j in range(config.conv_taps))
-    mixed = jax.nn.silu(mixed)
-    keys, width = config.key_heads * config.gdn_width, config.gdn_width
-    q, k, v = (
-        part.reshape(u.shape[0], -1, width) for part in jnp.split(mixed, [keys, 2 * keys], -1)
-    )
-    a = project(h, weights.alpha, layer)
-    b = project(h, weights.beta, layer)
-    rows = Rows(
-        q=l2_norm(q, config.eps) * jnp.float32(width**-0.5),
-        k=l2_norm(k, config.eps),
-        v=v,
-        g=weights.decay[layer][None] * jax.nn.softplus(a + weights.dt_bias[layer][None]),
-        beta=jax.nn.sigmoid(b),
-    )
-    return rows, window
-
-
-def deltanet_output(
-    out: Float[Array, "rows value_heads width"],
-    h: Float[Array, "rows hidden"],
-    weights: DeltaNetWeights,
-    layer,
-    eps: float,
-    gate: Callable[[Array], Array],
-) -> Float[Array, "rows hidden"]:
-    """Returns the output projection of `rms_norm(out) * gate(z)`, z from the layer's input h."""
-    z = project(h, weights.gate, layer).reshape(out.shape)
-    gated = rms_norm(out, weights.gate_norm[layer], eps) * gate(z)
-    return project(gated.reshape(out.shape[0], -1), weights.out, layer)

@@ -69,7 +69,7 @@ def trunk(
                 weights.deltanet,
                 config,
                 num_live,
-                gate=jax.nn.silu,
+                gate="silu",
                 chunked=chunked,
             )
         else:

@@ -138,7 +138,7 @@ def trunk(
                 weights.deltanet,
                 config,
                 num_live,
-                gate=jax.nn.sigmoid,
+                gate="sigmoid",
                 chunked=chunked,
             )
         else:

@@ -15,7 +15,13 @@ ROWS_AT_ONCE = 64
 """Positions whose logits are computed together."""
 
 
-def score(model: Model, ids: Sequence[int] | np.ndarray, *, mtp: bool = False) -> dict:
+def score(
+    model: Model,
+    ids: Sequence[int] | np.ndarray,
+    *,
+    mtp: bool = False,
+    kv_dtype: str | None = None,
+) -> dict:
     """Returns the logits that follow each token of a sequence read from an empty state.
 
     Padding vocabulary is not masked.
@@ -24,6 +30,7 @@ def score(model: Model, ids: Sequence[int] | np.ndarray, *, mtp: bool = False) -
       model: from `load`.
       ids: token ids [T], at least one; two with `mtp`.
       mtp: whether to run the MTP block over the sequence too.
+      kv_dtype: format of the key-value cache, as in `stream`.
 
     Returns:
       `logits` [T, vocab] float32 and, with `mtp`, `mtp_logits` [T-1, vocab]: row i is the block on
@@ -31,7 +38,7 @@ def score(model: Model, ids: Sequence[int] | np.ndarray, *, mtp: bool = False) -
 
     Raises:
       ValueError: ids are empty, too many, or outside the vocabulary; or there is no MTP block; or
-        logits are not finite, since the weights are damaged.
+        an unknown format; or logits are not finite, since the weights are damaged.
     """
     known = checked_ids(ids, model.config.vocab)
     if mtp and not model.config.has_mtp:
@@ -44,7 +51,7 @@ def score(model: Model, ids: Sequence[int] | np.ndarray, *, mtp: bool = False) -
             "knows; score a shorter sequence"
         )
     context = max(256, 1 << (len(known) - 1).bit_length())
-    programs = programs_for(model, min(context, model.config.context))
+    programs = programs_for(model, min(context, model.config.context), kv_dtype)
     hidden = read_hidden(model, programs, known)
     parts = [hidden[at : at + ROWS_AT_ONCE] for at in range(0, len(hidden), ROWS_AT_ONCE)]
     arrays = {"logits": np.concatenate([logits_of(model, programs, part) for part in parts])}

@@ -18,6 +18,7 @@ from openjet_jax.layers import rms_norm, rotate
 from openjet_jax.qwen4exp_weights import IndexerWeights
 from openjet_jax.state import KVCache, kv_cache, put_rows
 from openjet_jax.weights import project
+from pallas_kernels.cached_rows import Q8_0, CachedRows
 from pallas_kernels.pooled_keys import (
     POSITIONS,
     UpdateList,
@@ -81,11 +82,11 @@ class SparseCache(KVCache):
         kept = retained_after(self.retained, length)
         return replace(self, retained=kept if self.pooling.retention else jnp.int32(0))
 
-    def planes(self) -> dict[str, Array]:
-        """Returns what is kept position by position, [layers, capacity, ...] each."""
+    def planes(self) -> dict[str, CachedRows]:
+        """Returns what is kept position by position, arrays [layers, capacity, ...]."""
         return {**super().planes(), "raw": self.raw}
 
-    def with_planes(self, planes: dict[str, Array]) -> "SparseCache":
+    def with_planes(self, planes: dict[str, CachedRows]) -> "SparseCache":
         """Returns the cache with other contents; the next forward pools every block anew."""
         return replace(self, **planes, retained=jnp.int32(0))
 
@@ -117,10 +118,12 @@ def sparse_cache(
             counted=jnp.zeros(selected, jnp.bool_),
             complete=jnp.int32(0),
         )
+    # They are a small part of the cache, and choose what is read of the rest.
+    index_dtype = jnp.dtype("bfloat16" if decode.kv_dtype == Q8_0 else decode.kv_dtype)
     return SparseCache(
         k=kv.k,
         v=kv.v,
-        raw=jnp.zeros((sparse_layers, capacity, config.index_width), kv.k.dtype),
+        raw=jnp.zeros((sparse_layers, capacity, config.index_width), index_dtype),
         pooled=jnp.zeros((sparse_layers, capacity // POSITIONS + scratch, config.index_width)),
         retained=jnp.int32(0),
         chosen=chosen,

@@ -228,6 +228,8 @@ def _module(cls: Any, prefix: str, fields: dict[str, list[TensorEntry]], unplace
     """Returns a module of `weights.py`, its fields told apart by their annotations."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
+        if field.metadata.get("static"):  # Not an array: it has a default.
+            continue
         name = prefix + field.name
         kind, *rest = _alternatives(field.type)
         unplaced.discard(name)

@@ -11,28 +11,37 @@ from typing import Self
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from openjet_jax.config import MAX_STOP_IDS, ROWS, DecodeConfig, ModelConfig
 from openjet_jax.draft_vocabulary import DraftSlots
 from openjet_jax.sampling import SamplingState, initial_sampling_state, mask_words
 from openjet_jax.settings import Sampling
 from pallas_kernels.attention import BLOCK
+from pallas_kernels.cached_rows import CachedRows, empty, like
 from pallas_kernels.delta_rule import Rows
 
 
 class KVCache(eqx.Module):
-    """Keys (normalised, rotated) and values of some attention layers, by absolute position."""
+    """Keys (normalised, rotated) and values of some attention layers, by absolute position.
 
-    k: Float[Array, "layers capacity kv_heads width"]
-    v: Float[Array, "layers capacity kv_heads width"]
+    Attributes:
+      k, v: [layers, capacity, kv_heads, width] in the cache's format.
+    """
+
+    k: CachedRows
+    v: CachedRows
 
     def write(self, layer, start, k, v, live: Bool[Array, " rows"]) -> Self:
         """Returns the cache with the live rows at `start`, `start + 1`, ...; others keep theirs."""
+
+        def put(cache, rows):
+            return put_rows(cache, layer, start, rows, live)
+
         return replace(
             self,
-            k=put_rows(self.k, layer, start, k, live),
-            v=put_rows(self.v, layer, start, v, live),
+            k=jax.tree.map(put, self.k, like(self.k, k)),
+            v=jax.tree.map(put, self.v, like(self.v, v)),
         )
 
     def committed(self, length: Int[Array, ""]) -> Self:
@@ -40,18 +49,18 @@ class KVCache(eqx.Module):
         del length
         return self
 
-    def planes(self) -> dict[str, Array]:
-        """Returns what is kept position by position, [layers, capacity, ...] each."""
+    def planes(self) -> dict[str, CachedRows]:
+        """Returns what is kept position by position, arrays [layers, capacity, ...]."""
         return {"k": self.k, "v": self.v}
 
-    def with_planes(self, planes: dict[str, Array]) -> Self:
+    def with_planes(self, planes: dict[str, CachedRows]) -> Self:
         """Returns the cache with other contents; what is derived from them is computed anew."""
         return replace(self, **planes)
 
 
 def put_rows(
-    cache: Float[Array, "layers capacity ..."], layer, start, rows, live: Bool[Array, " rows"]
-) -> Float[Array, "layers capacity ..."]:
+    cache: Shaped[Array, "layers capacity ..."], layer, start, rows, live: Bool[Array, " rows"]
+) -> Shaped[Array, "layers capacity ..."]:
     """Returns the cache with the live rows at `start`, `start + 1`, ... of one layer."""
     at = jnp.where(live, start + jnp.arange(rows.shape[0]), cache.shape[1])
     return cache.at[layer, at].set(rows.astype(cache.dtype), mode="drop")
@@ -160,10 +169,13 @@ def capacity_for(context: int) -> int:
 
 
 def kv_cache(config: ModelConfig, decode: DecodeConfig, layers: int) -> KVCache:
-    """Returns an empty cache of some attention layers."""
+    """Returns an empty cache of some attention layers.
+
+    Raises:
+      ValueError: the model's heads have no whole number of the format's groups.
+    """
     shape = (layers, capacity_for(decode.context), config.kv_heads, config.head_width)
-    dtype = jnp.dtype(decode.kv_dtype)
-    return KVCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+    return KVCache(k=empty(shape, decode.kv_dtype), v=empty(shape, decode.kv_dtype))
 
 
 def recurrent_state(config: ModelConfig) -> RecurrentState:

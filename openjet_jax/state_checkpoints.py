@@ -17,6 +17,7 @@ from openjet_jax.draft_vocabulary import hold
 from openjet_jax.state import DecodeState, KVCache, RecurrentState
 from openjet_jax.weights import Weights
 from pallas_kernels.attention import BLOCK
+from pallas_kernels.cached_rows import CachedRows
 
 
 class StateCheckpoint(eqx.Module):
@@ -39,8 +40,8 @@ class KVBlock(eqx.Module):
       mtp: of the MTP block's; None without MTP.
     """
 
-    trunk: dict[str, Array]
-    mtp: dict[str, Array] | None
+    trunk: dict[str, CachedRows]
+    mtp: dict[str, CachedRows] | None
 
 
 def copied[T](tree: T) -> T:
@@ -83,11 +84,11 @@ def rewind(
 def read_block(state: DecodeState, index: Int[Array, ""]) -> KVBlock:
     """Returns the caches' planes from position `index * BLOCK` on, beyond the length too."""
 
-    def cut(cache: KVCache) -> dict[str, Array]:
-        return {
-            name: jnp.swapaxes(lax.dynamic_slice_in_dim(plane, index * BLOCK, BLOCK, 1), 0, 1)
-            for name, plane in cache.planes().items()
-        }
+    def cut(cache: KVCache) -> dict[str, CachedRows]:
+        return jax.tree.map(
+            lambda x: jnp.swapaxes(lax.dynamic_slice_in_dim(x, index * BLOCK, BLOCK, 1), 0, 1),
+            cache.planes(),
+        )
 
     mtp = state.mtp_kv
     return KVBlock(trunk=cut(state.kv), mtp=None if mtp is None else cut(mtp))
@@ -96,15 +97,12 @@ def read_block(state: DecodeState, index: Int[Array, ""]) -> KVBlock:
 def write_block(state: DecodeState, block: KVBlock, index: Int[Array, ""]) -> DecodeState:
     """Returns the state with a block in its caches, at positions `index * BLOCK` on."""
 
-    def put(cache: KVCache, parts: dict[str, Array]) -> KVCache:
-        return cache.with_planes(
-            {
-                name: lax.dynamic_update_slice_in_dim(
-                    plane, jnp.swapaxes(parts[name], 0, 1), index * BLOCK, 1
-                )
-                for name, plane in cache.planes().items()
-            }
-        )
+    def put(cache: KVCache, parts: dict[str, CachedRows]) -> KVCache:
+        def over(plane, part):
+            part = jnp.swapaxes(part, 0, 1)
+            return lax.dynamic_update_slice_in_dim(plane, part, index * BLOCK, 1)
+
+        return cache.with_planes(jax.tree.map(over, cache.planes(), parts))
 
     mtp = state.mtp_kv
     if mtp is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from openjet_jax.weights import Packed, Tiled, Weights
+from openjet_jax.weights import AttentionWeights, DeltaNetWeights, Packed, Tiled, Weights
 
 BACKENDS = ("auto", "reference", "mosaic")
 
@@ -42,6 +42,8 @@ def resolve_backend(backend: str) -> str:
 def tiled_weights(weights: Weights) -> Weights:
     """Returns the weights with every projection that the kernels can read in their order.
 
+    Attention and DeltaNet layers are marked: a cycle's rows go through their kernels.
+
     The packed arrays are freed one by one, so that memory peaks at one projection more than the
     model. The embedding stays packed: its rows are looked up.
 
@@ -65,6 +67,8 @@ def tiled_weights(weights: Weights) -> Weights:
             # What is looked up by rows, or by expert, is declared as packed.
             and not (isinstance(child, Packed) and Tiled not in typing.get_args(field.type))
         }
+        if isinstance(node, AttentionWeights | DeltaNetWeights):
+            changed["kernels"] = True
         return dataclasses.replace(node, **changed)
 
     embeddings = {"embedding": weights.embedding}

@@ -188,7 +188,8 @@ class FeedForwardWeights(eqx.Module):
 class AttentionWeights(eqx.Module):
     """Gated attention. Rows of `q` are, per head, the query and then its gate.
 
-    `norm` is None where it is not a norm of the residual stream that feeds a layer.
+    `norm` is None where it is not a norm of the residual stream that feeds a layer. `kernels` says
+    whether a cycle's rows go through the kernel for an sm_90 GPU, where there is one for the sizes.
     """
 
     norm: Float[Array, "layers hidden"] | None
@@ -198,12 +199,14 @@ class AttentionWeights(eqx.Module):
     out: Projection
     q_norm: Float[Array, "layers head_width"]
     k_norm: Float[Array, "layers head_width"]
+    kernels: bool = eqx.field(static=True, default=False)
 
 
 class DeltaNetWeights(eqx.Module):
     """Gated DeltaNet layers. Value heads stand in the file's tiled order.
 
-    `norm` is None where it is not a norm of the residual stream that feeds a layer.
+    `norm` is None where it is not a norm of the residual stream that feeds a layer. `kernels` says
+    whether a cycle's rows go through the kernel for an sm_90 GPU, where there is one for the sizes.
     """
 
     norm: Float[Array, "layers hidden"] | None
@@ -216,6 +219,7 @@ class DeltaNetWeights(eqx.Module):
     decay: Float[Array, "layers value_heads"]
     gate_norm: Float[Array, "layers gdn_width"]
     out: Projection
+    kernels: bool = eqx.field(static=True, default=False)
 
 
 class DraftHead(eqx.Module):

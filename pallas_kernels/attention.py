@@ -9,14 +9,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.cached_rows import CachedRows, block_of
+
 BLOCK = 256
 """Positions of one block; caches hold a whole number of blocks."""
 
 
 def attention_reference(
     q: Float[Array, "rows heads width"],
-    k: Float[Array, "capacity kv_heads width"],
-    v: Float[Array, "capacity kv_heads width"],
+    k: CachedRows,
+    v: CachedRows,
     positions: Int[Array, " rows"],
     end: Int[Array, ""],
     first: int = 0,
@@ -49,8 +51,7 @@ def attention_reference(
         top, total, acc = carry
         start = block * BLOCK
         at = start + jnp.arange(BLOCK)
-        keys = lax.dynamic_slice_in_dim(k, start, BLOCK).astype(jnp.float32)
-        values = lax.dynamic_slice_in_dim(v, start, BLOCK).astype(jnp.float32)
+        keys, values = block_of(k, start, BLOCK), block_of(v, start, BLOCK)
         seen = (at[None, :] <= positions[:, None]) & (at[None, :] >= first)
         values = jnp.where(jnp.any(seen, 0)[:, None, None], values, 0.0)
         seen = seen[None, None]

@@ -9,7 +9,7 @@ same Python runs on NumPy arrays of 32 lanes in tests.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.experimental.mosaic.gpu import utils as mosaic
@@ -212,6 +212,40 @@ def select_float(predicate: ir.Value, on_true: Float, on_false: Float) -> Float:
     return Float(arith.select(predicate, on_true.value, on_false.value))
 
 
+def either(a: ir.Value, b: ir.Value) -> ir.Value:
+    """Returns whether one of two predicates holds, or both."""
+    return arith.ori(a, b)
+
+
+def any_lane(predicate: ir.Value) -> ir.Value:
+    """Returns whether a predicate holds in any lane of the warp, the same in all of them."""
+    flag = select(predicate, 1, 0)
+    text = (
+        "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, -1; selp.u32 $0, 1, 0, p; }"
+    )
+    (found,) = _asm(text, flag, results=[_i32()])
+    return Word(found).differs(0)
+
+
+def select_address(predicate: ir.Value, on_true: ir.Value, on_false: ir.Value) -> ir.Value:
+    """Returns one of two global addresses."""
+    return arith.select(predicate, on_true, on_false)
+
+
+def choose(predicate: ir.Value, on_true: Callable, otherwise: Any) -> Any:
+    """Returns `on_true()` for threads whose predicate holds, which alone run it, or `otherwise`."""
+    leaves, tree = jax.tree.flatten(otherwise)
+    branch = scf.IfOp(predicate, [leaf.type for leaf in leaves], has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        result, result_tree = jax.tree.flatten(on_true())
+        if result_tree != tree:
+            raise ValueError(f"both outcomes must be alike: {tree} became {result_tree}")
+        scf.yield_(result)
+    with ir.InsertionPoint(branch.elseRegion.blocks[0]):
+        scf.yield_(leaves)
+    return jax.tree.unflatten(tree, list(branch.results))
+
+
 @contextlib.contextmanager
 def when(predicate: ir.Value) -> Iterator[None]:
     """Runs the statements inside for threads whose predicate holds."""
@@ -274,13 +308,86 @@ def byte_to_float(word: Word, index: int, signed: bool = False) -> Float:
     return Float(_pure(text, word, result=_f32))
 
 
-def silu(value: Float) -> Float:
-    """Returns `x / (1 + exp(-x))`, the exponential and the quotient good to 2 ulp."""
+def product_of(a: Float, b: Float) -> Float:
+    """Returns `a * b`, rounded: the compiler may not make it part of an `fma`."""
+    return Float(_pure("mul.rn.f32 $0, $1, $2;", a, b, result=_f32))
+
+
+def sum_of(a: Float, b: Float) -> Float:
+    """Returns `a + b`, rounded: the compiler may not make it part of an `fma`."""
+    return Float(_pure("add.rn.f32 $0, $1, $2;", a, b, result=_f32))
+
+
+def maximum(a: Float, b: Float) -> Float:
+    """Returns the larger of two floats."""
+    return Float(_pure("max.f32 $0, $1, $2;", a, b, result=_f32))
+
+
+def exp2(value: Float) -> Float:
+    """Returns 2 to the power of a float, good to 2 ulp; 0 at minus infinity."""
+    return Float(_pure("ex2.approx.ftz.f32 $0, $1;", value, result=_f32))
+
+
+def pack_bfloats(low: Float, high: Float) -> Word:
+    """Returns a pair of floats rounded to bfloat16."""
+    return Word(_pure("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, result=_i32))
+
+
+def pack_halves(low: Float, high: Float) -> Word:
+    """Returns a pair of floats rounded to float16."""
+    return Word(_pure("cvt.rn.f16x2.f32 $0, $1, $2;", high, low, result=_i32))
+
+
+def subtract_bfloats(a: Word, b: Word) -> Word:
+    """Returns the differences of two pairs of bfloat16."""
+    return Word(_pure("sub.rn.bf16x2 $0, $1, $2;", a, b, result=_i32))
+
+
+def as_word(value: Float) -> Word:
+    """Returns the bits of a float32."""
+    return Word(arith.bitcast(_i32(), value.value))
+
+
+def bfloat_to_float(pair: Word, high: bool) -> Float:
+    """Returns one bfloat16 of a pair as float32."""
+    return as_float(pair & 0xFFFF0000 if high else pair << 16)
+
+
+def exp(value: Float) -> Float:
+    """Returns the exponential, good to 2 ulp near zero; the error grows with the argument."""
+    text = "{ .reg .f32 e; mul.rn.f32 e, $1, 0f3FB8AA3B; ex2.approx.ftz.f32 $0, e; }"
+    return Float(_pure(text, value, result=_f32))
+
+
+def reciprocal(value: Float) -> Float:
+    """Returns `1 / x`, good to 1 ulp."""
+    return Float(_pure("rcp.approx.ftz.f32 $0, $1;", value, result=_f32))
+
+
+def rsqrt(value: Float) -> Float:
+    """Returns `1 / sqrt(x)`, good to 2 ulp."""
+    return Float(_pure("rsqrt.approx.f32 $0, $1;", value, result=_f32))
+
+
+def sigmoid(value: Float) -> Float:
+    """Returns `1 / (1 + exp(-x))`, the exponential and the quotient good to 2 ulp."""
     text = (
         "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e,"
-        " 0f3F800000; rcp.approx.ftz.f32 e, e; mul.f32 $0, $1, e; }"
+        " 0f3F800000; rcp.approx.ftz.f32 $0, e; }"
     )
     return Float(_pure(text, value, result=_f32))
+
+
+def silu(value: Float) -> Float:
+    """Returns `x / (1 + exp(-x))`."""
+    return product_of(value, sigmoid(value))
+
+
+def shuffle_xor(value: Float, distance: int) -> Float:
+    """Returns the float of the lane whose index differs by this bit."""
+    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;"
+    (found,) = _asm(text, value, results=[_f32()])
+    return Float(found)
 
 
 def as_float(word: Word) -> Float:
@@ -288,15 +395,17 @@ def as_float(word: Word) -> Float:
     return Float(arith.bitcast(_f32(), word.value))
 
 
-def mma(a: Sequence[Word], b: Sequence[Word], c: Sequence[Float]) -> list[Float]:
-    """Returns this thread's part of `A @ B + C`: float16 A [16, 16], B [16, 8], float32 C [16, 8].
+def mma(
+    a: Sequence[Word], b: Sequence[Word], c: Sequence[Float], kind: Literal["f16", "bf16"] = "f16"
+) -> list[Float]:
+    """Returns this thread's part of `A @ B + C`: A [16, 16] and B [16, 8] of a kind, float32 C.
 
     Lane 4 g + t holds A[g, 2t:2t+2], A[g+8, ...], A[g, 2t+8:2t+10], A[g+8, ...] in four words,
     B[2t:2t+2, g], B[2t+8:2t+10, g] in two, and C[g, 2t:2t+2], C[g+8, 2t:2t+2] in four floats.
     """
     text = (
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7},"
-        " {$8, $9}, {$10, $11, $12, $13};"
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}},"
+        " {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
     values = mosaic.inline_ptx(
         text,
@@ -353,6 +462,39 @@ def load_global_coherent(address: ir.Value, offset: int = 0) -> Word:
     """Returns a word of global memory that a kernel before this one may have written."""
     (value,) = _asm(f"ld.global.b32 $0, [$1+{offset}];", address, results=[_i32()])
     return Word(value)
+
+
+def load_global_floats(address: ir.Value, offset: int = 0, words: int = 1) -> list[Float]:
+    """Returns 1, 2 or 4 float32 of global memory that this kernel may write later."""
+    vector, names = _vector(words, 0)
+    text = f"ld.global{vector}.f32 {names}, [${words}+{offset}];"
+    return [Float(v) for v in _asm(text, address, results=[_f32()] * words)]
+
+
+def load_matrices(address: Word, offset: int = 0, transposed: bool = False) -> list[Word]:
+    """Returns this thread's part of four 8x8 matrices of 16-bit values in shared memory.
+
+    Lane 8 i + r gives the address of row r of matrix i, 16 bytes. Lane 4 g + t gets, of each,
+    values 2t and 2t + 1 of row g, or, transposed, values g of rows 2t and 2t + 1.
+    """
+    kind = ".trans" if transposed else ""
+    text = f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];"
+    return [Word(v) for v in _asm(text, address, results=[_i32()] * 4)]
+
+
+def copy_async(shared: Word, source: ir.Value, num_bytes: Word) -> None:
+    """Starts this thread's copy of 16 bytes, of which those after `num_bytes` become zero."""
+    _asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", shared, source, num_bytes)
+
+
+def close_copies() -> None:
+    """Makes this thread's copies since the last call a group."""
+    _asm("cp.async.commit_group;")
+
+
+def wait_copies(groups: int) -> None:
+    """Waits until at most this many of this thread's groups are under way."""
+    _asm(f"cp.async.wait_group {groups};")
 
 
 def store_shared(address: Word, values: Sequence[Word | Float], offset: int = 0) -> None:

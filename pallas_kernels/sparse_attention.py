@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.cached_rows import CachedRows
+from pallas_kernels.cached_rows import values as cached_values
 from pallas_kernels.pooled_keys import POSITIONS
 
 TILE = 64
@@ -78,8 +80,8 @@ def select_blocks(
 
 def sparse_attention_reference(
     q: Float[Array, "rows heads width"],
-    k: Float[Array, "layers capacity kv_heads width"],
-    v: Float[Array, "layers capacity kv_heads width"],
+    k: CachedRows,
+    v: CachedRows,
     layer,
     blocks: Int[Array, "rows selected"],
     counted: Bool[Array, "rows selected"],
@@ -89,7 +91,7 @@ def sparse_attention_reference(
 
     Args:
       q: queries, normalised and rotated. Head h reads KV head h // (heads / kv_heads).
-      k: cached keys of all layers, any float dtype.
+      k: cached keys of all layers [layers, capacity, kv_heads, width].
       v: cached values.
       layer: the layer; may be traced.
       blocks: selected blocks of each row.
@@ -98,8 +100,8 @@ def sparse_attention_reference(
     """
     rows, heads, width = q.shape
     layers, capacity, kv_heads, _ = k.shape
-    by_block = (layers, capacity // POSITIONS, POSITIONS, kv_heads, width)
-    k, v = k.reshape(by_block), v.reshape(by_block)
+    by_block = (layers, capacity // POSITIONS, POSITIONS, kv_heads, -1)
+    k, v = jax.tree.map(lambda x: x.reshape(by_block), (k, v))
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, width) * jnp.float32(width**-0.5)
     tail = (positions + 1) // POSITIONS
     seen = jnp.broadcast_to(counted[..., None], (*counted.shape, POSITIONS))
@@ -111,8 +113,9 @@ def sparse_attention_reference(
 
     def row(inputs):
         q, blocks, seen = inputs
-        keys = k[layer, blocks].reshape(-1, kv_heads, width).astype(jnp.float32)
-        values = v[layer, blocks].reshape(-1, kv_heads, width).astype(jnp.float32)
+        keys, values = (
+            cached_values(x[layer, blocks]).reshape(-1, kv_heads, width) for x in (k, v)
+        )
         scores = jnp.einsum("kgd,tkd->kgt", q, keys, precision="highest")
         scores = jnp.where(seen[None, None], scores, -jnp.inf)
         top = jnp.max(scores, -1, keepdims=True)

@@ -89,7 +89,7 @@ def test_each_role_is_a_field_of_the_weights_classes():
         "mtp.ffn": weights.FeedForwardWeights,
         "mtp": weights.Qwen35MtpWeights,
     }
-    inner = {"deltanet", "attention", "ffn", "mtp", "draft"}
+    inner = {"deltanet", "attention", "ffn", "mtp", "draft", "kernels"}
     found = collections.defaultdict(set)
     for tensor in expected_tensors(published(num_layers=4, has_mtp=True)):
         found[tensor.role.stack].add(tensor.role.field)

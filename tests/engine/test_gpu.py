@@ -36,8 +36,8 @@ def kernels():
     return oj.load("tiny", backend="mosaic")
 
 
-def text(model, ids, depth, count=64, sampling=None):
-    programs = programs_for(model, 512, "float32")
+def text(model, ids, depth, count=64, sampling=None, kv_dtype="float32"):
+    programs = programs_for(model, 512, kv_dtype)
     conversation = Conversation(model.weights, programs)
     conversation.read(ids)
     policy = WithinDeepest(depth=depth, after_rejection=depth)
@@ -75,12 +75,39 @@ def test_kernels_agree_with_the_reference_teacher_forced(reference, kernels):
         pathlib.Path(out, "tiny_kernels_against_reference.json").write_text(json.dumps(found))
 
 
-def test_text_is_the_same_at_every_depth_with_the_kernels(kernels):
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+def test_kernels_give_a_reply_the_probabilities_of_the_reference(reference, kernels, kv_dtype):
+    """Compares as far as both choose the same tokens, which is nearly always to the end."""
+    compared = 0
+    for prompt in PROMPTS:
+        ids = reference.tokenizer.encode(prompt)
+        replies = []
+        for model in (reference, kernels):
+            conversation = Conversation(model.weights, programs_for(model, 512, kv_dtype))
+            conversation.read(ids)
+            policy = WithinDeepest(depth=3, after_rejection=3)
+            bursts = list(conversation.run(oj.Sampling(), policy, max_new_tokens=64))
+            tokens = [token for burst in bursts for token in burst.token_ids]
+            replies.append((tokens, [x for burst in bursts for x in burst.logprobs]))
+        (ours, our_logprobs), (theirs, their_logprobs) = replies
+        pairs = zip(ours, theirs, strict=False)
+        same = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), len(ours))
+        difference = np.subtract(our_logprobs[:same], their_logprobs[:same])
+        assert np.abs(difference).max(initial=0) < 0.1
+        compared += same
+    assert compared > 100
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "q8_0"])
+def test_text_is_the_same_at_every_depth_with_the_kernels(kernels, kv_dtype):
     sampled = oj.Sampling(temperature=1.0, top_k=20, top_p=0.95, seed=5)
     for prompt in PROMPTS[:2]:
         ids = kernels.tokenizer.encode(prompt)
         for sampling in (oj.Sampling(), sampled):
-            texts = [text(kernels, ids, depth, sampling=sampling) for depth in (0, 1, 3, 5)]
+            texts = [
+                text(kernels, ids, depth, sampling=sampling, kv_dtype=kv_dtype)
+                for depth in (0, 1, 3, 5)
+            ]
             assert all(other == texts[0] for other in texts)
 
 

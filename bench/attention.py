@@ -1,0 +1,161 @@
+"""Attention of a cycle on a card: right first, then the time and share of the read bandwidth.
+
+`python -m bench.attention [--out DIR] [--only NAME ...]` measures the 27B model's 16 layers with 5
+rows at each history, files the figures, and compares with the reference compiled by XLA. Keys and
+values of all layers are more than the cache holds. Times are CUPTI's, with command buffers off:
+`XLA_FLAGS=--xla_gpu_enable_command_buffer=`.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.kernels import read_bandwidth
+from bench.summary import RESULTS, Figure, record
+from bench.timing import kernel_times_us, wall_time_us
+from pallas_kernels.attention import BLOCK, attention_reference
+from pallas_kernels.attention_decode import attn_decode
+from pallas_kernels.attention_tiles import ROWS, WIDTH
+from pallas_kernels.cached_rows import Q8_0, empty, like
+
+LAYERS, HEADS, KV_HEADS, LIVE = 16, 24, 4, 5
+LIMIT = 2e-3
+"""Largest relative RMS error against float32 over the same keys and values."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A history.
+
+    Attributes:
+      name: of its figure.
+      length: positions, those of the rows included.
+      must, aim: percent of the read bandwidth, or microseconds a layer where `in_us`.
+      in_us: whether the figure is a time.
+      kind: format of the cache.
+    """
+
+    name: str
+    length: int
+    must: float
+    aim: float
+    in_us: bool = False
+    kind: str = "bfloat16"
+
+
+CASES = [
+    Case(name="attn_decode_1k", length=1024, must=12, aim=6, in_us=True),
+    Case(name="attn_decode_32k_bf16", length=32768, must=55, aim=80),
+    Case(name="attn_decode_32k_q8", length=32768, must=50, aim=75, kind=Q8_0),
+]
+
+
+def operands(length: int, layers: int, kind: str, heads: int = HEADS, kv_heads: int = KV_HEADS):
+    """Returns queries, keys, values, gates, positions and the end of a cycle after a history."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shape = layers, -(-(length + ROWS) // BLOCK) * BLOCK, kv_heads, WIDTH
+    cache, row = empty((1, WIDTH), kind), jnp.arange(ROWS)
+    return (
+        jax.random.normal(keys[0], (ROWS, heads, WIDTH)),
+        like(cache, jax.random.normal(keys[1], shape)),
+        like(cache, jax.random.normal(keys[2], shape)),
+        jax.random.normal(keys[3], (ROWS, heads, WIDTH)),
+        jnp.where(row < LIVE, length - LIVE + row, -1),
+        jnp.int32(length),
+    )
+
+
+def _reference(q, k, v, layer, positions, end, gate):
+    return attention_reference(q, k[layer], v[layer], positions, end) * jax.nn.sigmoid(gate)
+
+
+def _all_layers(run):
+    @jax.jit
+    def layers(q, k, v, gate, positions, end):
+        num_layers, *_ = k.shape
+
+        def body(layer, total):
+            # The next layer's queries follow from this one's output, as in a model.
+            out = run(q + 1e-6 * total, k, v, layer, positions, end, gate)
+            return total + out
+
+        return jax.lax.fori_loop(0, num_layers, body, jnp.zeros_like(q))
+
+    return layers
+
+
+def measure(case: Case, bandwidth: float) -> dict:
+    """Returns errors against the reference, and times of all layers."""
+    q, k, v, gate, positions, end = operands(case.length, LAYERS, case.kind)
+    layer = jnp.int32(LAYERS - 1)
+    at = layer, positions, end, gate
+    out = np.asarray(jax.jit(attn_decode)(q, k, v, *at), np.float64)
+    want = np.asarray(jax.jit(_reference)(q, k, v, *at), np.float64)
+    error = float(np.sqrt(np.mean((out - want) ** 2) / np.mean(want**2)))
+    layers, arguments = _all_layers(attn_decode), (q, k, v, gate, positions, end)
+    times = kernel_times_us(layers, *arguments, name="attn_decode", per_call=LAYERS)
+    merges = kernel_times_us(layers, *arguments, name="attn_decode_merge", per_call=LAYERS)
+    peer = kernel_times_us(_all_layers(_reference), *arguments, name="", per_call=LAYERS)
+    us, num_bytes = float(np.median(times)), _read_bytes(k, v, case.length)
+    return dict(
+        name=case.name,
+        error=error,
+        right=error < LIMIT,
+        us=us,
+        merge_us=float(np.median(merges)),
+        gb_s=num_bytes / us / 1e3,
+        share=num_bytes / us / 1e3 / bandwidth,
+        spread_us=float(np.percentile(times, 90) - np.percentile(times, 10)),
+        loop_us=wall_time_us(layers, *arguments, repeats=3, calls=5) / LAYERS,
+        reference_us=float(np.median(peer)),
+        reference_share=num_bytes / float(np.median(peer)) / 1e3 / bandwidth,
+    )
+
+
+def _read_bytes(k, v, length: int) -> int:
+    """Returns what a layer reads of the cache."""
+    position = sum(x.nbytes // (x.shape[0] * x.shape[1]) for x in jax.tree.leaves((k, v)))
+    return length * position
+
+
+def figure(case: Case, row: dict) -> Figure:
+    """Returns the figure of a measured case."""
+    return Figure(
+        name=case.name,
+        value=row["us"] if case.in_us else 100 * row["share"],
+        unit="us a layer" if case.in_us else "% of read bandwidth",
+        better="lower" if case.in_us else "higher",
+        must=case.must,
+        aim=case.aim,
+        share_of_limit=row["share"],
+        peer=row["reference_us"] if case.in_us else 100 * row["reference_share"],
+    )
+
+
+def main() -> None:
+    """Measures the cases and files the figures of those that are right."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
+    parser.add_argument("--only", nargs="*", default=[])
+    arguments = parser.parse_args()
+    cases = [case for case in CASES if not arguments.only or case.name in arguments.only]
+    bandwidth = read_bandwidth()
+    rows = []
+    for case in cases:
+        rows.append(measure(case, bandwidth))
+        print(json.dumps(rows[-1]), flush=True)
+    figures = [figure(case, row) for case, row in zip(cases, rows, strict=True) if row["right"]]
+    details = dict(cases=rows, read_gb_s=bandwidth)
+    record("bench/attention.py", figures, arguments.out, details)
+    wrong = [row["name"] for row in rows if not row["right"]]
+    if wrong:
+        raise SystemExit(f"errors exceed {LIMIT}: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()
