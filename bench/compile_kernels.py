@@ -7,11 +7,15 @@ right or fast.
 """
 
 import dataclasses
+import functools
+import itertools
 import os
 import pathlib
 import re
 import tempfile
 import time
+from collections.abc import Callable
+from typing import Any
 
 # Read when the plugin is loaded, so set before JAX is imported.
 _DUMP = pathlib.Path(tempfile.mkdtemp(prefix="ptxas-"))
@@ -22,7 +26,13 @@ import jax.numpy as jnp  # noqa: E402
 
 from bench.attention import operands as attention_operands  # noqa: E402
 from bench.deltanet import GDN_SIZES, gdn_operands  # noqa: E402
+from bench.head import CASES as HEAD_CASES  # noqa: E402
+from bench.head import HeadCase, head_operands, head_program  # noqa: E402
+from bench.inputs import CASES as INPUTS_CASES  # noqa: E402
+from bench.inputs import InputsCase, make_inputs, run_inputs  # noqa: E402
 from bench.kernels import CASES, Case  # noqa: E402
+from bench.prefill_products import CASES as PREFILL_CASES  # noqa: E402
+from bench.prefill_products import PrefillCase, prefill_program  # noqa: E402
 from openjet_jax.described import card_of, sharding_on  # noqa: E402
 from pallas_kernels.attention_decode import attn_decode  # noqa: E402
 from pallas_kernels.decode_activations import Activations, prepare  # noqa: E402
@@ -32,6 +42,7 @@ from pallas_kernels.decode_product import decode_product  # noqa: E402
 from pallas_kernels.deltanet_decode import Tiles as GdnTiles  # noqa: E402
 from pallas_kernels.deltanet_decode import gdn_decode  # noqa: E402
 from pallas_kernels.deltanet_layer import Sizes  # noqa: E402
+from pallas_kernels.prefill_product import prefill_activations  # noqa: E402
 
 ATTENTION_HEADS = [(8, 2), (16, 4), (24, 4)]
 """Query and KV heads of the 0.8B and 2B, the 4B and 9B, and the 27B model."""
@@ -39,7 +50,17 @@ ATTENTION_HEADS = [(8, 2), (16, 4), (24, 4)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What the compiler says of one kernel, and what its program keeps beside its operands."""
+    """What the compiler says of one kernel, and what its program keeps beside its operands.
+
+    Attributes:
+      name: of the case.
+      seconds: to compile it.
+      registers: of a thread.
+      spilled_bytes: that a thread stores for want of registers.
+      shared_bytes: shared memory of a block of threads.
+      copied_bytes: temporaries of the program, such as copies of operands.
+      serialised: whether tensor core instructions wait for one another, which halves their rate.
+    """
 
     name: str
     seconds: float
@@ -47,66 +68,38 @@ class Report:
     spilled_bytes: int
     shared_bytes: int
     copied_bytes: int
+    serialised: bool
 
 
-def compile_product(case: Case, sharding, tiles: Tiles | None = None) -> Report:
-    """Returns the report of one decode product, by default with its default cut."""
-    block = BLOCKS[case.block]
-    tiles = tiles or default_tiles(block, case.outputs, case.k, case.rows)
+def compile_kernel(
+    name: str, function: Callable, operands: Any, sharding, donated: int | None = None
+) -> Report:
+    """Returns the report of a function that holds one kernel.
 
-    def spec(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    x = jax.ShapeDtypeStruct((case.rows, case.k), jnp.float32)
-    prepared = jax.eval_shape(lambda x: prepare(x, block), x)
-    operands = jax.tree.map(lambda leaf: spec(leaf.shape, leaf.dtype), prepared)
-    words = case.k // 256 * block.words
-
-    def product(operand: Activations, weights, layer):
-        return decode_product(operand, weights, layer, block, tiles, case.epilogue)
-
-    weights, layer = spec((2, case.outputs // 16, words), jnp.uint32), spec((1,), jnp.int32)
-    return _compiled(case.name, product, (operands, weights, layer), sharding)
-
-
-def compile_gdn_decode(sizes: Sizes, sharding, tiles: GdnTiles | None = None) -> Report:
-    """Returns the report of a DeltaNet layer's decode kernel."""
-    specs = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(lambda: gdn_operands(sizes, layers=2, key=jax.random.key(0))),
-    )
-
-    def layer(x, parameters, memory, count):
-        return gdn_decode(
-            x, parameters, memory, count, count, count, count, sizes, tiles or GdnTiles()
-        )
-
-    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
-    name = f"gdn_decode_{sizes.key_heads}_{sizes.value_heads}"
-    return _compiled(name, layer, (*specs, count), sharding, donated=2)
-
-
-def compile_attn_decode(heads: int, kv_heads: int, kind: str, sharding) -> list[Report]:
-    """Returns the reports of the two kernels of a cycle's attention over a cache of one format."""
-    q, k, v, gate, positions, end = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(lambda: attention_operands(1024, 2, kind, heads, kv_heads)),
-    )
-    return _reports(attn_decode, (q, k, v, end, positions, end, gate), sharding)
-
-
-def _compiled(name: str, run, operands, sharding, donated: int | None = None) -> Report:
-    (report,) = _reports(run, operands, sharding, donated)
+    Args:
+      name: of the report.
+      function: takes the operands.
+      operands: a tuple of trees of arrays or their shapes.
+      sharding: of one described card.
+      donated: the operand whose memory the result takes over.
+    """
+    (report,) = compile_kernels(function, operands, sharding, donated)
     return dataclasses.replace(report, name=name)
 
 
-def _reports(run, operands, sharding, donated: int | None = None) -> list[Report]:
-    """Returns a report for each kernel of a program."""
+def compile_kernels(
+    function: Callable, operands: Any, sharding, donated: int | None = None
+) -> list[Report]:
+    """Returns a report for each kernel of a function; see `compile_kernel`."""
+
+    def spec(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
     for old in _DUMP.iterdir():
         old.unlink()
     start = time.monotonic()
-    program = jax.jit(run, out_shardings=sharding, donate_argnums=donated)
-    compiled = program.trace(*operands).lower().compile()
+    program = jax.jit(function, out_shardings=sharding, donate_argnums=donated)
+    compiled = program.trace(*jax.tree.map(spec, operands)).lower().compile()
     seconds, reports, memory = time.monotonic() - start, [], compiled.memory_analysis()
     assert memory is not None
     for path in sorted(_DUMP.glob("*.ptxas")):
@@ -120,9 +113,81 @@ def _reports(run, operands, sharding, donated: int | None = None) -> list[Report
                 spilled_bytes=_number(r"(\d+) bytes spill stores", text),
                 shared_bytes=_number(r"smem_scratch_bytes=(\d+)", resources),
                 copied_bytes=memory.temp_size_in_bytes,
+                serialised="serialized" in text,
             )
         )
     return reports
+
+
+def compile_product(case: Case, sharding, tiles: Tiles | None = None) -> Report:
+    """Returns the report of one decode product, by default with its default cut."""
+    block = BLOCKS[case.block]
+    tiles = tiles or default_tiles(block, case.outputs, case.k, case.rows)
+    x = jax.ShapeDtypeStruct((case.rows, case.k), jnp.float32)
+    prepared = jax.eval_shape(lambda x: prepare(x, block), x)
+    words = case.k // 256 * block.words
+    weights = jax.ShapeDtypeStruct((2, case.outputs // 16, words), jnp.uint32)
+    layer = jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def product(operand: Activations, weights, layer):
+        return decode_product(operand, weights, layer, block, tiles, case.epilogue)
+
+    return compile_kernel(case.name, product, (prepared, weights, layer), sharding)
+
+
+def compile_inputs(case: InputsCase, sharding) -> Report:
+    """Returns the report of what comes before a product."""
+    operands = jax.eval_shape(functools.partial(make_inputs, case))
+    run = functools.partial(run_inputs, case)
+    return compile_kernel(case.name, run, (operands,), sharding)
+
+
+def compile_head(case: HeadCase, sharding) -> Report:
+    """Returns the report of a head that chooses as it multiplies."""
+    block = BLOCKS[case.block]
+    x = jax.ShapeDtypeStruct((case.rows, case.k), jnp.float32)
+    words = case.k // 256 * block.words
+    operands = (
+        jax.eval_shape(lambda x: prepare(x, block), x),
+        jax.ShapeDtypeStruct((1, case.outputs // 16, words), jnp.uint32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+        jax.eval_shape(lambda: head_operands(case)),
+    )
+    return compile_kernel(case.name, head_program(case), operands, sharding)
+
+
+def compile_prefill(case: PrefillCase, sharding) -> Report:
+    """Returns the report of a product of many rows."""
+    block = BLOCKS[case.block]
+    x = jax.ShapeDtypeStruct((case.rows, case.k), jnp.float32)
+    words = case.k // 256 * block.words
+    operands = (
+        jax.eval_shape(prefill_activations, x),
+        jax.ShapeDtypeStruct((2, case.outputs // 16, words), jnp.uint32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+    )
+    return compile_kernel(case.name, prefill_program(case), operands, sharding)
+
+
+def compile_gdn_decode(sizes: Sizes, sharding, tiles: GdnTiles | None = None) -> Report:
+    """Returns the report of a DeltaNet layer's decode kernel."""
+    specs = jax.eval_shape(lambda: gdn_operands(sizes, layers=2, key=jax.random.key(0)))
+
+    def layer(x, parameters, memory, count):
+        return gdn_decode(
+            x, parameters, memory, count, count, count, count, sizes, tiles or GdnTiles()
+        )
+
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    name = f"gdn_decode_{sizes.key_heads}_{sizes.value_heads}"
+    return compile_kernel(name, layer, (*specs, count), sharding, donated=2)
+
+
+def compile_attn_decode(heads: int, kv_heads: int, kind: str, sharding) -> list[Report]:
+    """Returns the reports of the two kernels of a cycle's attention over a cache of one format."""
+    operands = jax.eval_shape(lambda: attention_operands(1024, 2, kind, heads, kv_heads))
+    q, k, v, gate, positions, end = operands
+    return compile_kernels(attn_decode, (q, k, v, end, positions, end, gate), sharding)
 
 
 def _number(pattern: str, text: str) -> int:
@@ -135,20 +200,23 @@ def _number(pattern: str, text: str) -> int:
 def main() -> None:
     """Prints a line for every kernel."""
     sharding = sharding_on(card_of("h200"))
-    for case in CASES:
-        _print([compile_product(case, sharding)])
-    for sizes in GDN_SIZES:
-        _print([compile_gdn_decode(sizes, sharding)])
-    for heads, kv_heads in ATTENTION_HEADS:
-        for kind in ("bfloat16", "q8_0"):
-            _print(compile_attn_decode(heads, kv_heads, kind, sharding))
-
-
-def _print(reports: list[Report]) -> None:
-    for report in reports:
+    products = itertools.chain(
+        (compile_product(case, sharding) for case in CASES),
+        (compile_inputs(case, sharding) for case in INPUTS_CASES),
+        (compile_head(case, sharding) for case in HEAD_CASES),
+        (compile_prefill(case, sharding) for case in PREFILL_CASES),
+        (compile_gdn_decode(sizes, sharding) for sizes in GDN_SIZES),
+    )
+    attention = (
+        compile_attn_decode(heads, kv_heads, kind, sharding)
+        for heads, kv_heads in ATTENTION_HEADS
+        for kind in ("bfloat16", "q8_0")
+    )
+    for report in itertools.chain(products, *attention):
         print(
             f"{report.name:26} {report.registers:3} registers, {report.spilled_bytes} bytes"
-            f" spilled, {report.shared_bytes:6} bytes shared, {report.seconds:.2f} s",
+            f" spilled, {report.shared_bytes:6} bytes shared, {report.seconds:.2f} s"
+            f"{', wgmma serialised' if report.serialised else ''}",
             flush=True,
         )
 

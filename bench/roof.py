@@ -161,7 +161,7 @@ def _copy_kernel(part, tiles: CopyTiles, slab_bytes: int, _, *refs):
 
         zero = ptx.Word(0)
         _, _, fold = ptx.loop(0, count, 1, (zero, zero, start), read)
-        ptx.store_global(ptx.offset_address(ptx.global_address(out_ref), slot, 4), fold)
+        ptx.store_global(ptx.offset_address(ptx.global_address(out_ref), slot, 4), [fold])
 
 
 def _share(tiles: CopyTiles, items: int, per_block: int, block):
@@ -203,7 +203,7 @@ def load_only(
 
         fold = ptx.loop(block, slab_bytes // piece, blocks, ptx.Word(0), read)
         slot = block * threads + thread
-        ptx.store_global(ptx.offset_address(ptx.global_address(out_ref), slot, 4), fold)
+        ptx.store_global(ptx.offset_address(ptx.global_address(out_ref), slot, 4), [fold])
 
     def body(*refs):
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)(kernel)(*refs)

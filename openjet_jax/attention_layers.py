@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from openjet_jax.config import ModelConfig
 from openjet_jax.layers import attention_inputs, attention_output, keys_and_values
 from openjet_jax.state import KVCache
-from openjet_jax.weights import AttentionWeights, project
+from openjet_jax.weights import AttentionWeights, LayerInput, project
 from pallas_kernels.attention import attention_reference
 
 
@@ -53,7 +53,7 @@ def attend_to_all[C: KVCache](
 
 
 def attention[C: KVCache](
-    h: Float[Array, "rows hidden"],
+    h: Float[Array, "rows hidden"] | LayerInput,
     layer,
     kv: C,
     weights: AttentionWeights | None,
@@ -88,7 +88,7 @@ def attention[C: KVCache](
 
 
 def attention_fill[C: KVCache](
-    h: Float[Array, "rows hidden"],
+    h: Float[Array, "rows hidden"] | LayerInput,
     layer,
     kv: C,
     weights: AttentionWeights,

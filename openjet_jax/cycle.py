@@ -16,18 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from openjet_jax.architectures import architecture_of, logits
+from openjet_jax.architectures import architecture_of
 from openjet_jax.config import ROWS, ModelConfig
-from openjet_jax.draft_vocabulary import draft_logits, hold
-from openjet_jax.sampling import (
-    accept,
-    adjust,
-    choose,
-    log_probabilities,
-    observe,
-    restrict,
-    top_log_probabilities,
-)
+from openjet_jax.draft_vocabulary import hold
+from openjet_jax.head_choice import choose_draft, choose_tokens
+from openjet_jax.sampling import accept, observe
 from openjet_jax.settings import SamplingKind
 from openjet_jax.state import CycleInfo, DecodeState, Request
 from openjet_jax.weights import Weights
@@ -58,16 +51,17 @@ def cycle(
             weights, config, rows, start, num_live, caches, chunked=False
         )
         with jax.named_scope("head"):
-            raw = logits(weights, hidden, config=config)
-        with jax.named_scope("sample"):
             sampling = state.request.sampling
-            used = config.vocab_used
-            adjusted = adjust(raw, sampling, kind, state.drafts, row, vocab_used=used)
-            if kind.masked:
-                adjusted = restrict(adjusted, state.request.allowed)
-            chosen = choose(adjusted, start + 1 + row, sampling, kind)
-            logprobs = log_probabilities(raw, chosen, vocab_used=used)
-            top = top_log_probabilities(raw, vocab_used=used) if kind.ranked else (None, None)
+            chosen, logprobs, top = choose_tokens(
+                model.features(weights, config, hidden),
+                weights.head,
+                start + 1 + row,
+                sampling,
+                kind,
+                state.drafts,
+                vocab_used=config.vocab_used,
+                allowed=state.request.allowed,
+            )
     with jax.named_scope("commit"):
         accepted = accept(state.drafts, state.num_drafts, chosen)
         num_tokens, stopped = _cut(chosen, accepted, state.request)
@@ -177,11 +171,17 @@ def _draft(
         out, kv = model.mtp_block(tokens, hidden, start, live, kv, weights, config, continues=i > 0)
         out = lax.dynamic_index_in_dim(out, newest, keepdims=False)
         with jax.named_scope("draft_head"):
-            features = model.mtp_features(weights, config, out[None])
-            raw, ids = draft_logits(weights, state.slots, features)
-        used = config.vocab_used
-        adjusted = adjust(raw, sampling, kind, drafts, i[None], vocab_used=used, ids=ids)
-        token = choose(adjusted, (state.length + 1 + i)[None], sampling, kind.draft, ids)
+            token = choose_draft(
+                model.mtp_features(weights, config, out[None]),
+                weights,
+                state.slots,
+                (state.length + 1 + i)[None],
+                sampling,
+                kind.draft,
+                drafts,
+                i[None],
+                vocab_used=config.vocab_used,
+            )
         drafts = lax.dynamic_update_slice(drafts, token, (i,))
         tokens = jnp.where(row == 0, token, 0)
         hidden = jnp.where(row[:, None] == 0, out, 0.0)

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from openjet_jax.config import ModelConfig
 from openjet_jax.state import RecurrentState
-from openjet_jax.weights import DeltaNetWeights, project
+from openjet_jax.weights import DeltaNetWeights, LayerInput, project, project_each
 from pallas_kernels.deltanet_layer import (
     Gate,
     Inputs,
@@ -31,7 +31,7 @@ def layer_sizes(config: ModelConfig, gate: Gate) -> Sizes:
 
 
 def deltanet[S: RecurrentState](
-    h: Float[Array, "rows hidden"],
+    h: Float[Array, "rows hidden"] | LayerInput,
     layer,
     state: S,
     weights: DeltaNetWeights | None,
@@ -59,12 +59,8 @@ def deltanet[S: RecurrentState](
     """
     assert weights is not None
     sizes = layer_sizes(config, gate)
-    x = Inputs(
-        u=project(h, weights.qkv, layer),
-        z=project(h, weights.gate, layer),
-        a=project(h, weights.alpha, layer),
-        b=project(h, weights.beta, layer),
-    )
+    u, z, a, b = project_each(h, weights.readers, layer)
+    x = Inputs(u=u, z=z, a=a, b=b)
     parameters = Parameters(
         conv=weights.conv, dt_bias=weights.dt_bias, decay=weights.decay, norm=weights.gate_norm
     )

@@ -197,5 +197,14 @@ def draft_logits(
     listed = project(hidden, mtp.draft.head)
     if slots is None:
         return listed, mtp.draft.ids
-    own = jnp.matmul(hidden, head.unpack(slots.planes).T, precision=jax.lax.Precision.HIGHEST)
+    own = slot_logits(weights, slots, hidden)
     return jnp.concatenate([listed, own], -1), jnp.concatenate([mtp.draft.ids, slots.ids])
+
+
+def slot_logits(
+    weights: Weights, slots: DraftSlots, hidden: Float[Array, "rows hidden"]
+) -> Float[Array, "rows slots"]:
+    """Returns the logits of the tokens that slots hold; of no meaning for an empty one."""
+    assert weights.mtp is not None
+    rows = full_head(weights, weights.mtp).unpack(slots.planes)
+    return jnp.matmul(hidden, rows.T, precision=jax.lax.Precision.HIGHEST)

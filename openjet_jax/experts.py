@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from openjet_jax.config import Qwen4ExpConfig
 from openjet_jax.qwen4exp_weights import ExpertWeights
-from openjet_jax.weights import project
+from openjet_jax.weights import gated, project
 from pallas_kernels.expert_tiles import expert_tiles
 
 
@@ -49,16 +49,16 @@ def experts(
         rows = pairs // config.experts_used
         inner, outer = (expert, config.expert_ffn), (expert, config.hidden)
         h = x[rows]
-        gated = jax.nn.silu(_apply(h, weights.gate.dense(layer, inner)))
+        gate = jax.nn.silu(_apply(h, weights.gate.dense(layer, inner)))
         out = _apply(
-            gated * _apply(h, weights.up.dense(layer, inner)), weights.down.dense(layer, outer)
+            gate * _apply(h, weights.up.dense(layer, inner)), weights.down.dense(layer, outer)
         )
         rows = jnp.where(counted, rows, x.shape[0])
         return total.at[rows].add(out * shares[pairs][:, None], mode="drop")
 
     routed = lax.fori_loop(0, tiles.num_tiles, add_tile, jnp.zeros_like(x))
     open_ = jax.nn.sigmoid(jnp.sum(x * weights.shared_router[layer][None], -1, keepdims=True))
-    h = jax.nn.silu(project(x, weights.shared_gate, layer)) * project(x, weights.shared_up, layer)
+    h = gated(x, weights.shared_gate, weights.shared_up, layer)
     return routed + open_ * project(h, weights.shared_down, layer)
 
 

@@ -3,12 +3,25 @@
 Everything is float32. Norm weights come from the file ready to multiply (no 1 is added).
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from openjet_jax.config import ModelConfig
-from openjet_jax.weights import AttentionWeights, FeedForwardWeights, Weights, project
+from openjet_jax.weights import (
+    AttentionWeights,
+    FeedForwardWeights,
+    LayerInput,
+    PartProjection,
+    Tiled,
+    Weights,
+    gated,
+    prepared_input,
+    project,
+    project_each,
+)
 
 
 def rms_norm(
@@ -17,6 +30,31 @@ def rms_norm(
     """Returns `x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang, Sennrich 2019)."""
     scale = jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
     return x * scale * jnp.expand_dims(weight, range(x.ndim - weight.ndim))
+
+
+def add_and_norm(
+    x: Float[Array, "rows width"],
+    added: Float[Array, "rows width"],
+    norm: Float[Array, "layers width"],
+    layer,
+    eps: float,
+    readers: Sequence[PartProjection],
+) -> tuple[Float[Array, "rows width"], Float[Array, "rows width"] | LayerInput]:
+    """Returns `x + added`, and `rms_norm` of it for projections: one launch where kernels read it.
+
+    Args:
+      x: the residual stream.
+      added: what the block before gives to it.
+      norm: weights of every layer.
+      layer: whose to take; may be traced.
+      eps: of the norm.
+      readers: the projections.
+    """
+    tiled = [weight for weight in readers if isinstance(weight, Tiled)]
+    if tiled and x.shape[0] in (8, 16):
+        return prepared_input(x, added, norm, layer, eps, tiled)
+    x = x + added
+    return x, rms_norm(x, norm[layer], eps)
 
 
 def rotate(
@@ -47,16 +85,14 @@ def draft_embedding(
 
 
 def feed_forward(
-    x: Float[Array, "rows hidden"], weights: FeedForwardWeights, layer, eps: float
+    h: Float[Array, "rows hidden"] | LayerInput, weights: FeedForwardWeights, layer
 ) -> Float[Array, "rows hidden"]:
-    """Returns `down(silu(gate h) * up h)` with `h = rms_norm(x)` (Shazeer 2020, SwiGLU)."""
-    h = rms_norm(x, weights.norm[layer], eps)
-    hidden = jax.nn.silu(project(h, weights.gate, layer)) * project(h, weights.up, layer)
-    return project(hidden, weights.down, layer)
+    """Returns `down(silu(gate h) * up h)` of normed rows (Shazeer 2020, SwiGLU)."""
+    return project(gated(h, weights.gate, weights.up, layer), weights.down, layer)
 
 
 def attention_inputs(
-    h: Float[Array, "rows hidden"],
+    h: Float[Array, "rows hidden"] | LayerInput,
     weights: AttentionWeights,
     layer,
     positions: Int[Array, " rows"],
@@ -67,24 +103,37 @@ def attention_inputs(
     Queries and keys are normalised per head and rotated. The rows of W_q are interleaved per head:
     the head's query, then its gate.
     """
-    rows, width = h.shape[0], config.head_width
-    both = project(h, weights.q, layer).reshape(rows, config.heads, 2 * width)
+    width = config.head_width
+    both, k, v = project_each(h, weights.readers, layer)
+    both = both.reshape(-1, config.heads, 2 * width)
     q = rms_norm(both[..., :width], weights.q_norm[layer], config.eps)
-    k, v = keys_and_values(h, weights, layer, positions, config)
+    k, v = _cache_entries(k, v, weights, layer, positions, config)
     return rotate(q, positions, config), both[..., width:], k, v
 
 
 def keys_and_values(
-    h: Float[Array, "rows hidden"],
+    h: Float[Array, "rows hidden"] | LayerInput,
     weights: AttentionWeights,
     layer,
     positions: Int[Array, " rows"],
     config: ModelConfig,
 ) -> tuple[Float[Array, "rows kv_heads width"], Float[Array, "rows kv_heads width"]]:
     """Returns normalised and rotated keys, and values: what a cache stores."""
-    shape = (h.shape[0], config.kv_heads, config.head_width)
-    k = rms_norm(project(h, weights.k, layer).reshape(shape), weights.k_norm[layer], config.eps)
-    return rotate(k, positions, config), project(h, weights.v, layer).reshape(shape)
+    k, v = project_each(h, weights.readers, layer, skip=1)
+    return _cache_entries(k, v, weights, layer, positions, config)
+
+
+def _cache_entries(
+    k: Float[Array, "rows kv"],
+    v: Float[Array, "rows kv"],
+    weights: AttentionWeights,
+    layer,
+    positions: Int[Array, " rows"],
+    config: ModelConfig,
+) -> tuple[Float[Array, "rows kv_heads width"], Float[Array, "rows kv_heads width"]]:
+    shape = (k.shape[0], config.kv_heads, config.head_width)
+    k = rms_norm(k.reshape(shape), weights.k_norm[layer], config.eps)
+    return rotate(k, positions, config), v.reshape(shape)
 
 
 def attention_output(
@@ -94,5 +143,5 @@ def attention_output(
     layer,
 ) -> Float[Array, "rows hidden"]:
     """Returns the output projection of the sigmoid-gated heads."""
-    gated = attended * jax.nn.sigmoid(gate)
-    return project(gated.reshape(gated.shape[0], -1), weights.out, layer)
+    heads = attended * jax.nn.sigmoid(gate)
+    return project(heads.reshape(heads.shape[0], -1), weights.out, layer)

@@ -20,9 +20,9 @@ from openjet_jax.attention_layers import Window, attention, attention_fill, wind
 from openjet_jax.config import DecodeConfig, Qwen35Config
 from openjet_jax.deltanet import deltanet
 from openjet_jax.layer_loop import run_layers
-from openjet_jax.layers import draft_embedding, feed_forward, rms_norm
+from openjet_jax.layers import add_and_norm, draft_embedding, feed_forward, rms_norm
 from openjet_jax.state import KVCache, RecurrentState, kv_cache, recurrent_state
-from openjet_jax.weights import Qwen35MtpWeights, Qwen35Weights, project
+from openjet_jax.weights import LayerInput, Qwen35MtpWeights, Qwen35Weights, project
 
 type Caches = tuple[RecurrentState, KVCache]
 
@@ -57,10 +57,10 @@ def trunk(
     kinds = tuple("deltanet" if recurrent else "attention" for recurrent in config.recurrent)
 
     def layer(kind, layer, i, carry):
-        x, recurrent, kv = carry
+        x, y, recurrent, kv = carry
         mixer = weights.deltanet if kind == "deltanet" else weights.attention
         assert mixer is not None and mixer.norm is not None
-        h = rms_norm(x, mixer.norm[i], config.eps)
+        x, h = add_and_norm(x, y, mixer.norm, i, config.eps, mixer.readers)
         if kind == "deltanet":
             y, recurrent = deltanet(
                 h,
@@ -74,16 +74,17 @@ def trunk(
             )
         else:
             y, kv = attention(h, i, kv, weights.attention, at, config)
-        x = x + y
         with jax.named_scope("feed_forward"):
-            x = x + feed_forward(x, weights.ffn, layer, config.eps)
-        return x, recurrent, kv
+            x, h = add_and_norm(x, y, weights.ffn.norm, layer, config.eps, weights.ffn.readers)
+            y = feed_forward(h, weights.ffn, layer)
+        return x, y, recurrent, kv
 
+    # A block's output is added by the next one, together with its norm.
     x = weights.embedding.rows(tokens)
-    x, recurrent, kv = run_layers(kinds, (x, *caches), layer)
+    x, y, recurrent, kv = run_layers(kinds, (x, jnp.zeros_like(x), *caches), layer)
     if chunked:
         recurrent = recurrent.committed(jnp.int32(0))
-    return rms_norm(x, weights.final_norm, config.eps), (recurrent, kv)
+    return rms_norm(x + y, weights.final_norm, config.eps), (recurrent, kv)
 
 
 def features(
@@ -102,14 +103,14 @@ def _inputs(
     hidden: Float[Array, "rows hidden"],
     weights: Qwen35Weights,
     config: Qwen35Config,
-) -> tuple[Qwen35MtpWeights, Float[Array, "rows hidden"], Float[Array, "rows hidden"]]:
+) -> tuple[Qwen35MtpWeights, Float[Array, "rows hidden"], Float[Array, "rows hidden"] | LayerInput]:
     """Returns the block, its residual stream (from embedding and hidden row), and that normed."""
     mtp = weights.mtp
     assert mtp is not None and mtp.attention.norm is not None
     embedded = draft_embedding(tokens, weights, config.eps)
     both = jnp.concatenate([embedded, rms_norm(hidden, mtp.hidden_norm, config.eps)], -1)
-    y = project(both, mtp.join)
-    return mtp, y, rms_norm(y, mtp.attention.norm[0], config.eps)
+    joined, norm, readers = project(both, mtp.join), mtp.attention.norm, mtp.attention.readers
+    return mtp, *add_and_norm(joined, jnp.zeros_like(joined), norm, 0, config.eps, readers)
 
 
 def _window(start: Int[Array, ""], live: Bool[Array, " rows"]) -> Window:
@@ -132,8 +133,8 @@ def mtp_block(
     del continues
     mtp, y, h = _inputs(tokens, hidden, weights, config)
     out, kv = attention(h, 0, kv, mtp.attention, _window(start, live), config)
-    y = y + out
-    y = y + feed_forward(y, mtp.ffn, 0, config.eps)
+    y, h = add_and_norm(y, out, mtp.ffn.norm, 0, config.eps, mtp.ffn.readers)
+    y = y + feed_forward(h, mtp.ffn, 0)
     return rms_norm(y, mtp.head_norm, config.eps), kv
 
 

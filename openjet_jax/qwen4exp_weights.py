@@ -3,7 +3,7 @@
 import equinox as eqx
 from jaxtyping import Array, Float
 
-from openjet_jax.weights import MtpWeights, Packed, Projection, RowTable, Weights
+from openjet_jax.weights import MtpWeights, Packed, PartProjection, Projection, RowTable, Weights
 
 
 class StreamWeights(eqx.Module):
@@ -27,7 +27,7 @@ class ExpertWeights(eqx.Module):
     down: Packed
     shared_router: Float[Array, "layers hidden"]
     shared_gate: Projection
-    shared_up: Projection
+    shared_up: PartProjection
     shared_down: Projection
 
 

@@ -111,7 +111,7 @@ def adjust(
     lengths: Int[Array, " rows"],
     *,
     vocab_used: int,
-    ids: Int[Array, " n"] | None = None,
+    ids: Int[Array, " n"] | Int[Array, "rows n"] | None = None,
 ) -> Float[Array, "rows n"]:
     """Returns logits with padding masked to -inf, then penalties, then bias.
 
@@ -126,20 +126,21 @@ def adjust(
       drafts: draft tokens, in order.
       lengths: drafts in the prefix of each row.
       vocab_used: static; ids at and above it are never chosen.
-      ids: token ids of the columns if they are a subset; an id outside 0..vocab_used-1 marks a
-        column without a token.
+      ids: token ids of the columns if they are a subset, of all rows or of each; an id outside
+        0..vocab_used-1 marks a column without a token.
     """
     token = jnp.arange(logits.shape[-1], dtype=jnp.int32) if ids is None else ids
+    token = token if token.ndim == 2 else token[None]
     exists = (token >= 0) & (token < vocab_used)
-    logits = jnp.where(exists[None], logits, -jnp.inf)
+    logits = jnp.where(exists, logits, -jnp.inf)
     if not kind.adjusted:
         return logits
     columns = (state.bias, state.prompt_seen, state.counts)
     if ids is not None:
         columns = jax.tree.map(lambda x: x.at[ids].get(mode="clip"), columns)
-    bias, prompt_seen, counts = (x[None] for x in columns)
+    bias, prompt_seen, counts = (x if x.ndim == 2 else x[None] for x in columns)
     in_prefix = jnp.arange(drafts.shape[0])[None] < lengths[:, None]
-    drafted = (drafts[:, None] == token[None])[None] & in_prefix[:, :, None]
+    drafted = (drafts[None, :, None] == token[:, None]) & in_prefix[:, :, None]
     counts = counts + drafted.sum(axis=1, dtype=jnp.int32)
     penalised = jnp.where(logits > 0, logits / state.repetition, logits * state.repetition)
     logits = jnp.where(prompt_seen | (counts > 0), penalised, logits)
@@ -218,6 +219,27 @@ def choose(
     if kind.method == "top_k":
         logits, index = best_candidates(logits)
         tokens = ids[index]
+    winner = draw(logits, tokens, positions, state, kind)[:, None]
+    tokens = jnp.broadcast_to(tokens, logits.shape)
+    return jnp.take_along_axis(tokens, winner, axis=-1)[:, 0]
+
+
+def draw(
+    logits: Float[Array, "rows n"],
+    tokens: Int[Array, "#rows n"],
+    positions: Int[Array, " rows"],
+    state: SamplingState,
+    kind: SamplingKind,
+) -> Int[Array, " rows"]:
+    """Returns where each row's sample stands among its columns.
+
+    Args:
+      logits: adjusted, without NaN; with top-k, the best candidates, largest first.
+      tokens: token id of each column.
+      positions: absolute position in the sequence that the token will take.
+      state: settings.
+      kind: not greedy.
+    """
     best = logits.max(axis=-1, keepdims=True)
     scores = (logits - jnp.where(jnp.isfinite(best), best, 0)) / state.temperature
     noisy = scores + gumbel(state.seed, positions[:, None], tokens)
@@ -226,8 +248,7 @@ def choose(
         noisy = jnp.where(keep_candidates(jnp.exp(scores), *limits), noisy, -jnp.inf)
     elif kind.method == "full":
         noisy = jnp.where(keep_tokens(logits, jnp.exp(scores), *limits), noisy, -jnp.inf)
-    winner = _first_best(noisy)[:, None]
-    return jnp.take_along_axis(jnp.broadcast_to(tokens, noisy.shape), winner, axis=-1)[:, 0]
+    return _first_best(noisy)
 
 
 def _first_best(x: Float[Array, "rows n"]) -> Int[Array, " rows"]:

@@ -5,6 +5,11 @@ formats over layers, and which layer has which is a static table. The layer inde
 a layer loop is one program however deep the model. Nothing here knows where weights come from.
 """
 
+import collections
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -23,12 +28,15 @@ class Packed(eqx.Module):
       formats: the name of each stack's format.
       table: for each layer, (index of its stack, slot inside it).
       shape: (rows, k) of W: outputs and inputs.
+      parts: rows of each projection, where several of the same activations stand one below the
+        other (`tiling`); empty for a projection alone.
     """
 
     stacks: tuple[Planes, ...]
     formats: tuple[str, ...] = eqx.field(static=True)
     table: tuple[tuple[int, int], ...] = eqx.field(static=True)
     shape: tuple[int, int] = eqx.field(static=True)
+    parts: tuple[int, ...] = eqx.field(static=True, default=())
 
     def dense(
         self, layer: Int[Array, ""] | int, part: tuple[Int[Array, ""], int] | None = None
@@ -64,12 +72,25 @@ class Packed(eqx.Module):
         return self.unpack(self.row_planes(ids, layer), layer)
 
 
+class LayerInput(eqx.Module):
+    """Rows that several projections read, prepared for the kernels once.
+
+    Attributes:
+      values: the rows.
+      prepared: the same rows as products with one kind of block read them.
+    """
+
+    values: Float[Array, "n k"]
+    prepared: Any
+
+
 class Tiled(eqx.Module):
     """One projection in the order in which the decode kernels of an sm_90 GPU read it.
 
     Attributes:
       stacks: for each format in use, its words [layers with that format, units, words a unit].
-      formats, table, shape: as in `Packed`.
+      formats, table, shape, parts: as in `Packed`.
+      paired: whether the rows of two parts alternate by eights, gates first.
       packed: the same matrix by rows, kept only where rows of it are looked up.
     """
 
@@ -77,6 +98,8 @@ class Tiled(eqx.Module):
     formats: tuple[str, ...] = eqx.field(static=True)
     table: tuple[tuple[int, int], ...] = eqx.field(static=True)
     shape: tuple[int, int] = eqx.field(static=True)
+    parts: tuple[int, ...] = eqx.field(static=True, default=())
+    paired: bool = eqx.field(static=True, default=False)
     packed: Packed | None = None
 
     def row_planes(self, ids: Int[Array, " n"], layer: int = 0) -> Planes:
@@ -95,29 +118,66 @@ class Tiled(eqx.Module):
         """Returns the float32 values of planes that are in the format of one layer."""
         return FORMATS[self.formats[self.table[layer][0]]].unpack(planes)
 
-    def product(self, x: Float[Array, "n k"], layer: Int[Array, ""] | int) -> Array:
-        """Returns `x @ W[layer].T` in float32, rows by sixteen where there are more than eight."""
-        # Mosaic takes a second to import, and only an sm_90 GPU needs it.
-        from pallas_kernels.decode_activations import prepare
-        from pallas_kernels.decode_blocks import BLOCKS
-        from pallas_kernels.decode_cuts import default_tiles
-        from pallas_kernels.decode_product import decode_product
+    def product(
+        self,
+        x: Float[Array, "n k"] | LayerInput,
+        layer: Int[Array, ""] | int,
+        *,
+        first: int = 0,
+        epilogue: Literal["none", "silu_gate"] = "none",
+    ) -> Array:
+        """Returns `x @ W[layer, first:].T` in float32.
 
-        slab = 8 if x.shape[0] <= 8 else 16
-        slabs = jnp.pad(x, ((0, -x.shape[0] % slab), (0, 0))).reshape(-1, slab, x.shape[1])
+        Args:
+          x: activations.
+          layer: position among the layers that have this projection; may be traced.
+          first: rows of W to leave out, a multiple of 16.
+          epilogue: "silu_gate" of paired projections gives `silu(gate) * up`.
+        """
+        x, prepared = (x.values, x.prepared) if isinstance(x, LayerInput) else (x, None)
+        many = x.shape[0] > 16
 
         def run(index: int, slot) -> Array:
-            block, words = BLOCKS[self.formats[index]], self.stacks[index]
-            tiles = default_tiles(block, *self.shape, rows=slab)
             at = jnp.reshape(jnp.asarray(slot, jnp.int32), 1)
+            operands = (self.stacks[index], at, self.formats[index], epilogue, first)
+            return _prefill(x, *operands) if many else _decode(x, prepared, *operands)
 
-            def one(rows):
-                return decode_product(prepare(rows, block), words, at, block, tiles)
+        return _by_format(run, self.table, len(self.stacks), layer)[: x.shape[0]]
 
-            out = one(slabs[0])[None] if len(slabs) == 1 else jax.lax.map(one, slabs)
-            return out.reshape(-1, out.shape[-1])[: x.shape[0]]
 
-        return _by_format(run, self.table, len(self.stacks), layer)
+# Mosaic takes a second to import, and only an sm_90 GPU needs it.
+
+
+def _decode(
+    x: Array, prepared: Any, words: Array, layer: Array, name: str, epilogue, first: int
+) -> Array:
+    """Returns a product of at most 16 rows, padded to 8 or 16."""
+    from pallas_kernels.decode_blocks import BLOCKS
+    from pallas_kernels.decode_cuts import default_tiles
+    from pallas_kernels.decode_inputs import decode_inputs
+    from pallas_kernels.decode_product import decode_product
+
+    (rows, k), block = x.shape, BLOCKS[name]
+    padded = 8 if rows <= 8 else 16
+    if prepared is None or prepared.operand != block.operand:
+        x = jnp.pad(x, ((0, padded - rows), (0, 0)))
+        prepared = decode_inputs(x, block).activations
+    outputs = words.shape[1] * 16 - first
+    tiles = default_tiles(block, outputs, k, rows=padded)
+    return decode_product(prepared, words, layer, block, tiles, epilogue, first=first)
+
+
+def _prefill(x: Array, words: Array, layer: Array, name: str, epilogue, first: int) -> Array:
+    """Returns a product of many rows, padded to whole tiles."""
+    from pallas_kernels.decode_blocks import BLOCKS
+    from pallas_kernels.prefill_product import prefill_activations, prefill_product
+
+    activations = prefill_activations(x)
+    return prefill_product(activations, words, layer, BLOCKS[name], epilogue, first=first)
+
+
+class Within(eqx.Module):
+    """A projection whose rows are a part of the matrix of one before it in its module."""
 
 
 def _by_format(run, table: tuple[tuple[int, int], ...], num_stacks: int, layer) -> Array:
@@ -133,10 +193,12 @@ def _by_format(run, table: tuple[tuple[int, int], ...], num_stacks: int, layer) 
 
 
 Projection = Packed | Tiled
+PartProjection = Projection | Within
+"""A projection that `tiling` may join with those before it."""
 
 
 def project(
-    x: Float[Array, "n k"], weight: Projection, layer: Int[Array, ""] | int = 0
+    x: Float[Array, "n k"] | LayerInput, weight: PartProjection, layer: Int[Array, ""] | int = 0
 ) -> Float[Array, "n rows"]:
     """Returns `x @ W[layer].T` in float32.
 
@@ -144,10 +206,96 @@ def project(
       x: activations.
       weight: the packed projection, or its tiled form, which picks the kernel.
       layer: position among the layers that have this projection; may be traced.
+
+    Raises:
+      ValueError: the projection has no matrix of its own; see `project_each`.
     """
+    return _product(x, weight, layer)
+
+
+def project_each(
+    x: Float[Array, "n k"] | LayerInput,
+    weights: Sequence[PartProjection],
+    layer: Int[Array, ""] | int = 0,
+    *,
+    skip: int = 0,
+) -> list[Float[Array, "n _"]]:
+    """Returns `x @ W[layer].T` of several projections, one product for those that share a matrix.
+
+    Args:
+      x: activations.
+      weights: projections in the order in which `tiling` may have joined them.
+      layer: position among the layers that have them; may be traced.
+      skip: how many of the first ones are left out.
+    """
+    outputs, at = [], 0
+    while at < len(weights):
+        weight = weights[at]
+        parts = () if isinstance(weight, Within) else weight.parts
+        passed, at = max(0, skip - at), at + max(1, len(parts))
+        if at <= skip:
+            continue
+        start = sum(parts[:passed])
+        # Kernels leave out whole units of 16 rows.
+        out = _product(x, weight, layer, first=start - start % 16)[:, start % 16 :]
+        ends = itertools.accumulate(parts[passed:-1])
+        outputs += jnp.split(out, list(ends), axis=-1)
+    return outputs
+
+
+def prepared_input(
+    x: Float[Array, "n k"],
+    added: Float[Array, "n k"],
+    norm: Float[Array, "layers k"],
+    layer: Int[Array, ""] | int,
+    eps: float,
+    readers: Sequence[Tiled],
+) -> tuple[Float[Array, "n k"], LayerInput]:
+    """Returns x + added, and its normed rows ready for products, all made in one launch.
+
+    Rows are prepared for the kind of block that most of the readers' layers have.
+
+    Args:
+      x: the residual stream, 8 or 16 rows.
+      added: what the block before gives to it.
+      norm: weights of the norm.
+      layer: whose norm; may be traced.
+      eps: of the norm.
+      readers: projections of the normed rows.
+    """
+    from pallas_kernels.decode_blocks import BLOCKS
+    from pallas_kernels.decode_inputs import decode_inputs
+
+    blocks = [BLOCKS[weight.formats[i]] for weight in readers for i, _ in weight.table]
+    ((usual, _),) = collections.Counter(block.operand for block in blocks).most_common(1)
+    block = next(block for block in blocks if block.operand == usual)
+    at = jnp.reshape(jnp.asarray(layer, jnp.int32), 1)
+    made = decode_inputs(x, block, added=added, norm=norm, layer=at, eps=eps)
+    return made.stream, LayerInput(values=made.normed, prepared=made.activations)
+
+
+def gated(
+    x: Float[Array, "n k"] | LayerInput,
+    gate: Projection,
+    up: PartProjection,
+    layer: Int[Array, ""] | int = 0,
+) -> Float[Array, "n rows"]:
+    """Returns `silu(x @ gate[layer].T) * (x @ up[layer].T)`, one product where they are paired."""
+    if isinstance(gate, Tiled) and gate.paired:
+        return gate.product(x, layer, epilogue="silu_gate")
+    return jax.nn.silu(project(x, gate, layer)) * project(x, up, layer)
+
+
+def _product(
+    x: Array | LayerInput, weight: PartProjection, layer: Int[Array, ""] | int, first: int = 0
+) -> Array:
+    """Returns `x @ W[layer, first:].T`."""
+    if isinstance(weight, Within):
+        raise ValueError("this projection is a part of another's matrix; use project_each")
     if isinstance(weight, Tiled):
-        return weight.product(x, layer)
-    return jnp.matmul(x, weight.dense(layer).T, precision="highest")
+        return weight.product(x, layer, first=first)
+    x = x.values if isinstance(x, LayerInput) else x
+    return jnp.matmul(x, weight.dense(layer)[first:].T, precision="highest")
 
 
 class RowTable(eqx.Module):
@@ -181,8 +329,13 @@ class FeedForwardWeights(eqx.Module):
 
     norm: Float[Array, "layers hidden"]
     gate: Projection
-    up: Projection
+    up: PartProjection
     down: Projection
+
+    @property
+    def readers(self) -> tuple[PartProjection, ...]:
+        """The projections of a layer's input."""
+        return self.gate, self.up
 
 
 class AttentionWeights(eqx.Module):
@@ -194,12 +347,17 @@ class AttentionWeights(eqx.Module):
 
     norm: Float[Array, "layers hidden"] | None
     q: Projection
-    k: Projection
-    v: Projection
+    k: PartProjection
+    v: PartProjection
     out: Projection
     q_norm: Float[Array, "layers head_width"]
     k_norm: Float[Array, "layers head_width"]
     kernels: bool = eqx.field(static=True, default=False)
+
+    @property
+    def readers(self) -> tuple[PartProjection, ...]:
+        """The projections of a layer's input, as `project_each` takes them."""
+        return self.q, self.k, self.v
 
 
 class DeltaNetWeights(eqx.Module):
@@ -211,15 +369,20 @@ class DeltaNetWeights(eqx.Module):
 
     norm: Float[Array, "layers hidden"] | None
     qkv: Projection
-    gate: Projection
-    alpha: Projection
-    beta: Projection
+    gate: PartProjection
+    alpha: PartProjection
+    beta: PartProjection
     conv: Float[Array, "layers channels taps"]
     dt_bias: Float[Array, "layers value_heads"]
     decay: Float[Array, "layers value_heads"]
     gate_norm: Float[Array, "layers gdn_width"]
     out: Projection
     kernels: bool = eqx.field(static=True, default=False)
+
+    @property
+    def readers(self) -> tuple[PartProjection, ...]:
+        """The projections of a layer's input, as `project_each` takes them."""
+        return self.qkv, self.gate, self.alpha, self.beta
 
 
 class DraftHead(eqx.Module):

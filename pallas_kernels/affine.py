@@ -12,11 +12,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.layout import check_k, check_parts, code_specs, pack_codes, spread, unpack_codes
+from pallas_kernels.layout import (
+    Groups,
+    check_k,
+    check_parts,
+    coded_specs,
+    pack_coded,
+    spread,
+    unpack_codes,
+)
 from pallas_kernels.packed import Parts
 
 BLOCK = 256
 """Weights that share the fp16 pair (d, dmin) in k-quants."""
+
+_BYTE, _HALF = np.dtype(np.uint8), np.dtype(np.float16)
+_PAIR_GROUPS: Groups = {"codes": (1, _BYTE), "d": (32, _HALF), "m": (32, _HALF)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,22 +49,19 @@ class KQuant:
     group: int
     lanes: int
 
+    def _groups(self) -> Groups:
+        groups = {"codes": (1, _BYTE), "scales": (self.group, _BYTE), "mins": (self.group, _BYTE)}
+        return groups | {"d": (BLOCK, _HALF), "dmin": (BLOCK, _HALF)}
+
     def plane_specs(self, rows: int, k: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype of every plane; k must be a multiple of 256."""
         check_k(self.name, k, BLOCK)
-        groups = jax.ShapeDtypeStruct((rows, k // self.group), np.uint8)
-        blocks = jax.ShapeDtypeStruct((rows, k // BLOCK), np.float16)
-        codes = code_specs(rows, k, self.bits)
-        return {**codes, "scales": groups, "mins": groups, "d": blocks, "dmin": blocks}
+        return coded_specs(rows, k, self.bits, self._groups())
 
     def pack(self, parts: Parts) -> dict[str, np.ndarray]:
         """Returns the planes; scales are kept as bytes, a NaN or infinite d included."""
-        byte, half = np.dtype(np.uint8), np.dtype(np.float16)
-        groups = {"codes": (1, byte), "scales": (self.group, byte), "mins": (self.group, byte)}
-        groups |= {"d": (BLOCK, half), "dmin": (BLOCK, half)}
-        check_k(self.name, check_parts(self.name, parts, groups), BLOCK)
-        kept = {name: parts[name] for name in ("scales", "mins", "d", "dmin")}
-        return {**pack_codes(parts["codes"], self.bits, self.lanes), **kept}
+        check_k(self.name, check_parts(self.name, parts, self._groups()), BLOCK)
+        return pack_coded(parts, self.bits, self.lanes, self._groups())
 
     def unpack(self, planes: Mapping[str, jax.Array]) -> jax.Array:
         """Returns the float32 values [..., rows, k]."""
@@ -85,16 +93,12 @@ class FloatPair:
     def plane_specs(self, rows: int, k: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype of every plane; k must be a multiple of 32."""
         check_k(self.name, k, 32)
-        groups = jax.ShapeDtypeStruct((rows, k // 32), np.float16)
-        return {**code_specs(rows, k, self.bits), "d": groups, "m": groups}
+        return coded_specs(rows, k, self.bits, _PAIR_GROUPS)
 
     def pack(self, parts: Parts) -> dict[str, np.ndarray]:
         """Returns the planes; d and m are kept as they are, NaN and infinity included."""
-        half = np.dtype(np.float16)
-        groups = {"codes": (1, np.dtype(np.uint8)), "d": (32, half), "m": (32, half)}
-        check_k(self.name, check_parts(self.name, parts, groups), 32)
-        codes = pack_codes(parts["codes"], self.bits, self.lanes)
-        return {**codes, "d": parts["d"], "m": parts["m"]}
+        check_k(self.name, check_parts(self.name, parts, _PAIR_GROUPS), 32)
+        return pack_coded(parts, self.bits, self.lanes, _PAIR_GROUPS)
 
     def unpack(self, planes: Mapping[str, jax.Array]) -> jax.Array:
         """Returns the float32 values [..., rows, k]."""

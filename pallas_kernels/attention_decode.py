@@ -362,11 +362,11 @@ def _store_chunk(at: _Chunk, sums, tops, totals) -> None:
             for n, values in enumerate(sums):
                 for i in range(2):
                     _, column = at.tiles.column(n, i)
-                    isa.store_global(out, values[2 * half + i], 4 * column)
+                    isa.store_global(out, [values[2 * half + i]], 4 * column)
             with isa.when((at.lane & 3).equals(0)):
                 stats = isa.offset_address(at.stats, place, 8)
-                isa.store_global(stats, tops[half])
-                isa.store_global(stats, totals[half], 4)
+                isa.store_global(stats, [tops[half]])
+                isa.store_global(stats, [totals[half]], 4)
 
 
 def _num_chunks(isa, cut: Cut, count):
@@ -429,4 +429,4 @@ def merge_kernel(isa, cut: Cut, sums, stats, gate, counts, out, shared) -> None:
     for i in range(2):
         value = isa.product_of(isa.product_of(acc[i], divisor), isa.sigmoid(gates[i]))
         value = isa.select_float(live, value, zero)
-        isa.store_global(isa.offset_address(out, place, 8), value, 4 * i)
+        isa.store_global(isa.offset_address(out, place, 8), [value], 4 * i)

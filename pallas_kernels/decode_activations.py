@@ -33,6 +33,11 @@ class Activations:
     operand: str = dataclasses.field(metadata={"static": True})
 
 
+def operand_words(block: Block, rows: int) -> int:
+    """Returns the words of the activations that one block of weights meets."""
+    return (1024 + 8 * block.num_offsets + (64 if block.has_mins else 0)) * (rows // 8)
+
+
 def prepare(x: jax.Array, block: Block) -> Activations:
     """Returns activations [R, K] (R = 8 or 16) as products with this kind of block read them."""
     rows, k = x.shape
@@ -44,7 +49,7 @@ def prepare(x: jax.Array, block: Block) -> Activations:
     halves = stored.sum(axis=(3, 5))  # row, run, s, e
     values = stored.astype(jnp.float16).transpose(1, 0, 3, 2, 4, 5)
     values = _words(values.reshape(-1, 2))
-    parts = [values.reshape(k // WEIGHTS, -1), _fragments(block.offsets(halves))]
+    parts = [values.reshape(k // WEIGHTS, -1), _fragments(_offsets(halves, block))]
     if block.has_mins:
         whole = halves * jnp.array([1, 16], jnp.float32).reshape(1, 1, 1, 2)
         parts.append(_fragments(whole.sum(axis=(2, 3)).reshape(rows, -1, 8)))
@@ -53,6 +58,21 @@ def prepare(x: jax.Array, block: Block) -> Activations:
         scales=jnp.ldexp(jnp.float32(1), exponent - 5),
         operand=block.operand,
     )
+
+
+def _offsets(halves: jax.Array, block: Block) -> jax.Array:
+    """Returns [R, K / 256, 8 or 16]: what scales multiply to take the codes' excess off.
+
+    Args:
+      halves: float32 [R, runs, 2, 2]: sums of the stored activations of each half of a run, of
+        those that meet plain codes and of those divided by 16.
+      block: kind of block.
+    """
+    plain, divided = block.offset_weights
+    sums = plain * halves[..., 0] + divided * halves[..., 1]
+    if block.num_offsets == 8:
+        sums = sums.sum(axis=2)
+    return sums.reshape(halves.shape[0], -1, block.num_offsets)
 
 
 def _round_to_half(x: jax.Array) -> jax.Array:

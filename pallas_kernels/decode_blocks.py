@@ -56,11 +56,21 @@ class Block(Protocol):
     """A kind of block: how planes become its words, and a warp's arithmetic on them.
 
     `isa` is `ptx`, or a model of it. Blocks of the same `operand` multiply the same activations.
+
+    Attributes:
+      operand: kind of activations.
+      words: of a block.
+      num_offsets: sums of activations that take the codes' excess off, one for each run (8) or half
+        of a run (16): what scales multiply.
+      offset_weights: what these sums weigh stored activations with: those that meet plain codes,
+        and those divided by 16.
+      has_mins: whether the sums of activations over runs are needed too.
     """
 
     operand: str
     words: int
     num_offsets: int
+    offset_weights: tuple[float, float]
     has_mins: bool
 
     @property
@@ -70,15 +80,6 @@ class Block(Protocol):
 
     def tile(self, planes: Mapping[str, jax.Array]) -> jax.Array:
         """Returns uint32 [..., rows / 16, blocks * words] of planes [..., rows, per row] (JAX)."""
-        ...
-
-    def offsets(self, halves: jax.Array) -> jax.Array:
-        """Returns [R, K / 256, 8 or 16]: what scales multiply to take the codes' excess off.
-
-        Args:
-          halves: float32 [R, runs, 2, 2]: sums of the stored activations of each half of a run,
-            of those that meet plain codes and of those divided by 16.
-        """
         ...
 
     def load(self, isa, address, lane) -> list[Any]:
@@ -177,6 +178,8 @@ class KBlock:
     """
 
     operand, num_offsets, has_mins = "runs with mins", 8, True
+    # Both kinds of code carry 1024, and scales come 16 times as large.
+    offset_weights = (-64.0, -64.0)
 
     def __init__(self, packed_format: PackedFormat, bits: int):
         """Takes the format, and the bits of its codes: 4 or 5."""
@@ -201,10 +204,6 @@ class KBlock:
         parts.append(_words(pair, (2, 1, 0, 3), 16 * two))
         return _join(parts)
 
-    def offsets(self, halves: jax.Array) -> jax.Array:
-        """Returns offsets: both kinds of code carry 1024, and scales come 16 times as large."""
-        return -64 * halves.sum(axis=(2, 3)).reshape(halves.shape[0], -1, 8)
-
     def load(self, isa, address, lane) -> list[Any]:
         """Returns this lane's registers; see `Block`."""
         at = self.scales_at
@@ -218,7 +217,8 @@ class KBlock:
             _pick(lane),
         ]
 
-    def _pairs(self, isa, nibbles, high, run: int, row: int) -> list[Any]:
+    def pairs(self, isa, nibbles, high, run: int, row: int) -> list[Any]:
+        """Returns float16 pairs of a run, [half][e]: 1024 more than codes, or 16 times codes."""
         pairs = _low_pairs(isa, nibbles[run // 2][2 * (run % 2) + row])
         if high is None:
             return pairs
@@ -244,7 +244,7 @@ class KBlock:
         ]
         sums = [isa.mma(s * 2, operand.offsets(tile), zero) for tile in range(len(totals))]
         for run in range(8):
-            a, b = (self._pairs(isa, nibbles, high, run, row) for row in (0, 1))
+            a, b = (self.pairs(isa, nibbles, high, run, row) for row in (0, 1))
             scale = [isa.byte_to_float(scales[2 * h + run // 4], run % 4) for h in (0, 1)]
             for tile in range(len(totals)):
                 x = operand.fragments(run, tile)
@@ -273,6 +273,8 @@ class Q6KBlock:
 
     format, words = Q6_K, 840
     operand, num_offsets, has_mins = "half runs", 16, False
+    # Codes carry 1024 and 32 (or 16 times that), and scales come 16 times as large.
+    offset_weights = (-66.0, -96.0)
 
     # Where a half word keeps the upper bits of (run, half s), for plain codes and the others: the
     # plain ones are moved to bit 4, the others to bit 8.
@@ -299,11 +301,6 @@ class Q6KBlock:
             ]
         )
 
-    def offsets(self, halves: jax.Array) -> jax.Array:
-        """Returns offsets: codes carry 1024 and 32 (or 16 times that); scales come times 16."""
-        per_half = -66 * halves[..., 0] - 96 * halves[..., 1]
-        return per_half.reshape(halves.shape[0], -1, 16)
-
     def load(self, isa, address, lane) -> list[Any]:
         """Returns this lane's registers; see `Block`."""
         group = lane >> 2
@@ -315,7 +312,8 @@ class Q6KBlock:
             _pick(lane),
         ]
 
-    def _pairs(self, isa, nibbles, high, run: int, row: int) -> list[Any]:
+    def pairs(self, isa, nibbles, high, run: int, row: int) -> list[Any]:
+        """Returns float16 pairs of a run, [half][e]: 1024 more than codes, or 16 times codes."""
         pairs = _low_pairs(isa, nibbles[run // 2][2 * (run % 2) + row])
         word = high[run // 4][2 * (run // 2 % 2) + row]
         return [
@@ -343,7 +341,7 @@ class Q6KBlock:
             offsets = operand.offsets(tile)
             sums.append(isa.mma(s, offsets[2:], isa.mma(s, offsets[:2], zero)))
         for run in range(8):
-            a, b = (self._pairs(isa, nibbles, high, run, row) for row in (0, 1))
+            a, b = (self.pairs(isa, nibbles, high, run, row) for row in (0, 1))
             fragments = [operand.fragments(run, tile) for tile in tiles]
             for half in (0, 1):
                 index, i = 2 * run + half, 2 * half
@@ -364,6 +362,8 @@ class Q80Block:
 
     format, words = Q8_0, 1088
     operand, num_offsets, has_mins = "runs of bytes", 8, False
+    # Over 32: codes carry 1024 + 128, the others 16 times that.
+    offset_weights = (-36.0, -576.0)
 
     def tile(self, planes: Mapping[str, jax.Array]) -> jax.Array:
         """Returns the words of planes; see `Block`. K must be a multiple of 256."""
@@ -378,11 +378,6 @@ class Q80Block:
                 _words(d, (2, 1, 0, 3, 4), 16 * np.arange(2)),
             ]
         )
-
-    def offsets(self, halves: jax.Array) -> jax.Array:
-        """Returns offsets over 32: codes carry 1024 + 128, the others 16 times that."""
-        per_half = -36 * halves[..., 0] - 576 * halves[..., 1]
-        return per_half.sum(axis=2).reshape(halves.shape[0], -1, 8)
 
     def load(self, isa, address, lane) -> list[Any]:
         """Returns this lane's registers; see `Block`."""

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from typing import Literal
 
-from pallas_kernels.decode_activations import Activations
+from pallas_kernels.decode_activations import Activations, operand_words
 from pallas_kernels.decode_blocks import ROWS, WEIGHTS, Block
 
 type Epilogue = Literal["none", "silu_gate"]
@@ -71,7 +71,10 @@ def default_tiles(block: Block, outputs: int, k: int, rows: int = 8) -> Tiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Static sizes of one product; `blocks` are those of one part of K of a unit."""
+    """Static sizes of one product; `blocks` are those of one part of K of a unit.
+
+    `units` are those that are multiplied, from `first_unit` of the matrix on.
+    """
 
     tiles: Tiles
     block: Block
@@ -80,11 +83,11 @@ class Cut:
     units: int
     blocks: int
     operand_bytes: int
+    first_unit: int = 0
 
     @classmethod
     def sized(cls, block: Block, tiles: Tiles, epilogue: Epilogue, rows, units, k) -> "Cut":
         """Returns the sizes of a product of `rows` by K, `units` of 16 outputs; unchecked."""
-        words = 1024 + 8 * block.num_offsets + (64 if block.has_mins else 0)
         return cls(
             tiles=tiles,
             block=block,
@@ -92,11 +95,13 @@ class Cut:
             rows=rows,
             units=units,
             blocks=k // WEIGHTS // tiles.parts,
-            operand_bytes=words * 4 * (rows // 8),
+            operand_bytes=operand_words(block, rows) * 4,
         )
 
     @classmethod
-    def of(cls, x: Activations, weights, block: Block, tiles: Tiles, epilogue) -> "Cut":
+    def of(
+        cls, x: Activations, weights, block: Block, tiles: Tiles, epilogue: Epilogue, first: int = 0
+    ) -> "Cut":
         """Returns the sizes of a product of these operands; see `decode_product` for errors."""
         (blocks, _), (rows,), (_, units, words) = x.blocks.shape, x.scales.shape, weights.shape
         if rows not in (8, 16):
@@ -109,13 +114,21 @@ class Cut:
             raise ValueError(f"{epilogue=} must be 'none' or 'silu_gate'")
         if x.operand != block.operand:
             raise ValueError(f"{x.operand=} must be {block.operand!r}; prepare them for this block")
-        cut = cls.sized(block, tiles, epilogue, rows, units, blocks * WEIGHTS)
+        if first % ROWS or not 0 <= first < units * ROWS:
+            raise ValueError(f"{first=} must be a multiple of {ROWS} below {units * ROWS}")
+        cut = cls.sized(block, tiles, epilogue, rows, units - first // ROWS, blocks * WEIGHTS)
+        cut = dataclasses.replace(cut, first_unit=first // ROWS)
         if cut.shared_bytes > _SHARED_LIMIT:
             raise ValueError(
                 f"{cut.shared_bytes} bytes of shared memory exceed {_SHARED_LIMIT}; "
                 f"take fewer stages or more parts than {tiles=}"
             )
         return cut
+
+    @property
+    def stack_units(self) -> int:
+        """Units of a layer's matrix."""
+        return self.first_unit + self.units
 
     @property
     def outputs(self) -> int:

@@ -8,6 +8,8 @@ nothing but that row, and on the cut.
 """
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +28,10 @@ def decode_product(
     block: Block,
     tiles: Tiles,
     epilogue: Epilogue = "none",
+    *,
+    first: int = 0,
 ) -> jax.Array:
-    """Returns float32 [R, N]: `x @ W[layer].T`; or [R, N / 2]: `silu(gate) * up`.
+    """Returns float32 [R, N]: `x @ W[layer, first:].T`; or [R, N / 2]: `silu(gate) * up`.
 
     Args:
       x: of `prepare` with the same block.
@@ -36,44 +40,74 @@ def decode_product(
       block: kind of block, of `decode_blocks.BLOCKS`.
       tiles: cuts.
       epilogue: "silu_gate" takes the first 8 rows of every 16 of W as gates of the last 8.
+      first: rows of W that are left out, a multiple of 16: the projections before the wanted ones.
 
     Raises:
       ValueError: sizes that do not fit each other, or tiles that need too much shared memory.
     """
-    cut = Cut.of(x, weights, block, tiles, epilogue)
+    cut = Cut.of(x, weights, block, tiles, epilogue, first)
+    out = jax.ShapeDtypeStruct((cut.rows, cut.outputs), jnp.float32)
+    (result,) = launch(cut, x, weights, layer, [], [out], Outputs)
+    return result
+
+
+def launch(
+    cut: Cut,
+    x: Activations,
+    weights: jax.Array,
+    layer: jax.Array,
+    others: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    outputs: "Callable[[Cut, Places, ptx.Word], Outputs]",
+) -> list[jax.Array]:
+    """Returns what a product stores.
+
+    Args:
+      cut: static sizes.
+      x: activations.
+      weights: words of all layers.
+      layer: int32 [1].
+      others: operands of what is made of the outputs.
+      results: what it stores.
+      outputs: makes it, for one consumer; finds the places of `others` and `results`, in this
+        order, in `Places.others`.
+    """
+    tiles = cut.tiles
 
     def body(*refs):
         inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         inline(functools.partial(_start_kernel, cut))(*refs)
         if tiles.overlap:
             plgpu.griddepcontrol_wait()
-        inline(functools.partial(_stream_kernel, cut))(*refs)
+        inline(functools.partial(_stream_kernel, cut, outputs))(*refs)
 
     clustered = tiles.cluster > 1
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((cut.rows, cut.outputs), jnp.float32),
+        out_type=list(results),
         scratch_types=[plgpu.SMEM((size,), jnp.uint32) for size in cut.shared_words],
         grid=(tiles.grid // tiles.cluster,),
         grid_names=("block",),
         num_threads=tiles.warpgroups + 1,
         thread_name="warpgroup",
-        kernel_name=f"decode_product_{block.format.name}_kernel",
+        kernel_name=f"decode_product_{cut.block.format.name}_kernel",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         cluster=(tiles.cluster,) if clustered else (),
         cluster_names=("part",) if clustered else (),
-    )(weights, layer, x.blocks, x.scales)
+    )(weights, layer, x.blocks, x.scales, *others)
 
 
-class _Places:
+class Places:
     """Addresses and indices that both halves of the kernel use."""
 
     def __init__(self, cut: Cut, refs):
+        """Takes the references of the kernel: operands, results, scratch memory."""
         tiles = cut.tiles
-        weights, layer, operand, scales, out, *shared = refs
-        self.operand_gmem, self.scales, self.out = map(ptx.global_address, (operand, scales, out))
+        weights, layer, operand, scales, *others = refs[:-5]
+        self.operand_gmem, self.scales = map(ptx.global_address, (operand, scales))
+        self.others = [ptx.global_address(ref) for ref in others]
         self.ring, self.operand, self.sums, self.received, self.full = map(
-            ptx.shared_address, shared
+            ptx.shared_address, refs[-5:]
         )
         self.thread = ptx.thread_index()
         self.warp = ptx.uniform(self.thread >> 5)
@@ -87,10 +121,13 @@ class _Places:
         self.evict_first = ptx.evict_first_policy()
         row = ptx.load_global(ptx.global_address(layer))[0]
         self.weights = ptx.offset_address(
-            ptx.offset_address(ptx.global_address(weights), row, cut.units * cut.unit_bytes),
+            ptx.offset_address(ptx.global_address(weights), row, cut.stack_units * cut.unit_bytes),
             self.part,
             cut.blocks * cut.block_bytes,
         )
+        if cut.first_unit:
+            skipped = ptx.Word(cut.first_unit)
+            self.weights = ptx.offset_address(self.weights, skipped, cut.unit_bytes)
 
     def turns(self, cut: Cut, worker) -> ptx.Word:
         """Returns how many units consumer `worker` of this block of threads takes."""
@@ -108,7 +145,7 @@ def _advance(stage, parity, stages: int):
     return ptx.select(last, 0, stage + 1), ptx.select(last, parity ^ 1, parity)
 
 
-def _fetch(cut: Cut, at: _Places, worker, turn, step, stage) -> None:
+def _fetch(cut: Cut, at: Places, worker, turn, step, stage) -> None:
     """Starts the copy of one stage of a consumer's ring."""
     slot, size = worker * cut.tiles.stages + stage, cut.stage_bytes
     if cut.tail_blocks != STAGE_BLOCKS:
@@ -122,7 +159,7 @@ def _fetch(cut: Cut, at: _Places, worker, turn, step, stage) -> None:
     )
 
 
-def _fetch_operand(cut: Cut, at: _Places, step: int) -> None:
+def _fetch_operand(cut: Cut, at: Places, step: int) -> None:
     """Starts the copy of the activations that a step of every unit meets."""
     sharers = cut.tiles.sharers
     blocks = cut.tail_blocks if step == cut.steps - 1 else STAGE_BLOCKS
@@ -147,7 +184,7 @@ def _start_kernel(cut: Cut, _, *refs) -> None:
     One copy costs its thread some 300 cycles, so every ring, and the activations, have their own
     thread, and no consumer waits for these threads to come through.
     """
-    tiles, at = cut.tiles, _Places(cut, refs)
+    tiles, at = cut.tiles, Places(cut, refs)
     feeder, threads = at.warp - 4 * tiles.warpgroups, (tiles.warpgroups + 1) * 128
     with ptx.when(at.warp < 4 * tiles.warpgroups):
         ptx.cluster_arrive() if tiles.cluster > 1 else ptx.sync_threads(0, threads)
@@ -172,7 +209,7 @@ def _start_kernel(cut: Cut, _, *refs) -> None:
             _fetch_operands(cut, at, feeder)
 
 
-def _prepare_barriers(cut: Cut, at: _Places, feeder) -> None:
+def _prepare_barriers(cut: Cut, at: Places, feeder) -> None:
     tiles = cut.tiles
     with ptx.when(feeder < tiles.warpgroups):
         for place in range(tiles.stages):
@@ -189,21 +226,21 @@ def _prepare_barriers(cut: Cut, at: _Places, feeder) -> None:
     ptx.fence_barriers()
 
 
-def _fetch_operands(cut: Cut, at: _Places, feeder) -> None:
+def _fetch_operands(cut: Cut, at: Places, feeder) -> None:
     with ptx.when(feeder.equals(3)), ptx.when(at.lane.equals(0)):
         for step in range(cut.steps):
             _fetch_operand(cut, at, step)
 
 
-def _stream_kernel(cut: Cut, _, *refs) -> None:
-    tiles, at = cut.tiles, _Places(cut, refs)
+def _stream_kernel(cut: Cut, outputs, _, *refs) -> None:
+    tiles, at = cut.tiles, Places(cut, refs)
     feeder = at.warp - 4 * tiles.warpgroups
     if tiles.overlap:
         _fetch_operands(cut, at, feeder)
     with ptx.when(feeder < tiles.warpgroups), ptx.when(at.lane.equals(0)):
         _feed(cut, at, feeder)
     with ptx.when(at.warp < 4 * tiles.warpgroups):
-        _consume(cut, at)
+        _consume(cut, at, outputs)
     if tiles.sharers > 1:
         # A block must not end while others may still write into it.
         with ptx.when(feeder.equals(3)):
@@ -211,7 +248,7 @@ def _stream_kernel(cut: Cut, _, *refs) -> None:
                 ptx.barrier_wait(at.ready + 8 * step, ptx.Word(0))
 
 
-def _feed(cut: Cut, at: _Places, worker) -> None:
+def _feed(cut: Cut, at: Places, worker) -> None:
     stages, steps = cut.tiles.stages, cut.steps
 
     def feed(place, carry):
@@ -228,7 +265,7 @@ def _feed(cut: Cut, at: _Places, worker) -> None:
 class _SharedOperand:
     """The activations that block number `index` of a part of K meets."""
 
-    def __init__(self, cut: Cut, at: _Places, index: ptx.Word):
+    def __init__(self, cut: Cut, at: Places, index: ptx.Word):
         self.tiles, self.num_offsets = cut.rows // 8, cut.block.num_offsets
         base = at.operand + index * cut.operand_bytes
         self.values_at = base + at.lane * 16
@@ -250,10 +287,10 @@ class _SharedOperand:
         return ptx.load_shared(self.sums_at, offset, 2)
 
 
-def _consume(cut: Cut, at: _Places) -> None:
+def _consume(cut: Cut, at: Places, make_outputs) -> None:
     tiles = cut.tiles
     worker, quarter = at.warp >> 2, at.warp & 3
-    outputs = _Outputs(cut, at, worker)
+    outputs: Outputs = make_outputs(cut, at, worker)
     ragged = cut.tail_blocks != STAGE_BLOCKS
 
     def take_stage(step, carry):
@@ -276,22 +313,29 @@ def _consume(cut: Cut, at: _Places) -> None:
             ]
         return (*_advance(stage, parity, tiles.stages), added)
 
-    def take_unit(turn, place):
+    def take_unit(turn, carry):
+        stage, parity, state = carry
         totals = [[ptx.Float(0.0)] * 4 for _ in range(cut.rows // 8)]
-        *place, totals = ptx.loop(0, cut.steps, 1, (*place, totals), take_stage)
-        outputs.add_warps(turn, totals)
-        return tuple(place)
+        early = outputs.fetch(turn)
+        carry = ptx.loop(0, cut.steps, 1, (stage, parity, totals), take_stage)
+        stage, parity, totals = carry
+        return stage, parity, outputs.add_warps(turn, totals, early, state)
 
     zero, turns = ptx.Word(0), at.turns(cut, worker)
-    ptx.loop(0, turns, 1, (zero, zero), take_unit)
+    *_, state = ptx.loop(0, turns, 1, (zero, zero, outputs.start()), take_unit)
     if tiles.parts > 1:
         ptx.loop(at.part, turns, tiles.parts, zero, outputs.add_parts)
+    outputs.finish(state)
 
 
-class _Outputs:
-    """Adds sums of a unit in a fixed order and stores what the epilogue makes of them."""
+class Outputs:
+    """Adds sums of a unit in a fixed order and stores what the epilogue makes of them.
 
-    def __init__(self, cut: Cut, at: _Places, worker: ptx.Word):
+    What a consumer keeps from unit to unit is a state; a plain product has none.
+    """
+
+    def __init__(self, cut: Cut, at: Places, worker: ptx.Word):
+        """Takes the sizes, the places, and which consumer of its block of threads this is."""
         self.cut, self.at, self.worker = cut, at, worker
         self.thread = at.thread & 127
         height = 4 if cut.epilogue == "none" else 3  # log2 of the outputs of a unit
@@ -304,7 +348,33 @@ class _Outputs:
             for tile in range(cut.rows // 8)
         ]
 
-    def add_warps(self, turn: ptx.Word, totals: list[list[ptx.Float]]) -> None:
+    def start(self) -> Any:
+        """Returns the state before the first unit."""
+        return ()
+
+    def fetch(self, turn: ptx.Word) -> Any:
+        """Returns what a unit's outputs need from memory, loaded before its weights are there."""
+        return ()
+
+    def store(self, turn: ptx.Word, read, early: Any, state: Any) -> Any:
+        """Returns the state after a unit, having stored its outputs.
+
+        Args:
+          turn: of this consumer.
+          read: gives the sum of (row of the unit, column, tile of eight activations).
+          early: from `fetch`.
+          state: before it.
+        """
+        del early
+        self._store(turn, read)
+        return state
+
+    def finish(self, state: Any) -> None:
+        """Stores what is made of all units."""
+
+    def add_warps(
+        self, turn: ptx.Word, totals: list[list[ptx.Float]], early: Any, state: Any
+    ) -> Any:
         """Adds the sums of the four warps; stores outputs, or sends sums on to their part."""
         cut, at = self.cut, self.at
         buffer = at.sums + self.worker * (4 * cut.sums_bytes)
@@ -324,14 +394,14 @@ class _Outputs:
             return functools.reduce(lambda a, b: a + b, rest, first)
 
         if cut.tiles.parts == 1:
-            self._store(turn, read)
-            return
+            return self.store(turn, read, early, state)
         target = turn % cut.tiles.parts * cut.tiles.sharers + at.sharer
         place = self._slot(turn) + at.part * cut.sums_bytes + self.thread * 4
         barrier = ptx.remote_address(at.arrived + self._index(turn) * 8, target)
         for tile in range(len(totals)):
             remote = ptx.remote_address(place + tile * 512, target)
             ptx.send(remote, read(self.thread & 15, self.thread >> 4, tile), barrier)
+        return state
 
     def add_parts(self, turn: ptx.Word, carry):
         """Adds the sums that the blocks of all parts sent, and stores outputs."""
@@ -372,4 +442,4 @@ class _Outputs:
 
     def _store_one(self, first: ptx.Word, tile: int, value: ptx.Float) -> None:
         index = (self.column + 8 * tile) * self.cut.outputs + first + self.row
-        ptx.store_global(ptx.offset_address(self.at.out, index, 4), value)
+        ptx.store_global(ptx.offset_address(self.at.others[0], index, 4), [value])

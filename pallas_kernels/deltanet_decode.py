@@ -324,9 +324,9 @@ def _convolved(at: _Places, row, channel, beyond: tuple[int, ...] = (0,)):
 def _store_window(at: _Places, row, channel, entries, distance: int = 0) -> None:
     isa, history = at.isa, at.sizes.history
     oldest, newest = entries
-    isa.store_global(at.window(row + history, channel), newest, 4 * distance)
+    isa.store_global(at.window(row + history, channel), [newest], 4 * distance)
     with isa.when(row < history):
-        isa.store_global(at.window(row, channel), oldest, 4 * distance)
+        isa.store_global(at.window(row, channel), [oldest], 4 * distance)
 
 
 def _load_pending_keys(at: _Places) -> None:
@@ -364,7 +364,7 @@ class _Values:
         """Makes the live rows pending, and moves the window."""
         at = self.at
         for row, column, channel, live, entries, _ in self.items:
-            at.isa.store_global(at.value("v", at.value_row + row, column), live)
+            at.isa.store_global(at.value("v", at.value_row + row, column), [live])
             _store_window(at, row, channel, entries)
 
 
@@ -407,8 +407,8 @@ class _Gates:
         """Makes the live rows pending."""
         isa = self.at.isa
         with isa.when(self.at.rank.equals(0)), isa.when(self.writes):
-            isa.store_global(self._address("g"), self.g)
-            isa.store_global(self._address("beta"), self.beta)
+            isa.store_global(self._address("g"), [self.g])
+            isa.store_global(self._address("beta"), [self.beta])
 
 
 def _softplus(isa, x):
@@ -486,7 +486,7 @@ class _Keys:
                 head = (at.value_row + row) * at.sizes.key_heads + at.key_head
                 for name, value in (("q", q), ("k", k)):
                     address = isa.offset_address(at.gmem[name], head, 4 * WIDTH)
-                    isa.store_global(isa.offset_address(address, at.own, 4), value)
+                    isa.store_global(isa.offset_address(address, at.own, 4), [value])
                 _store_window(at, row, self.channel, entries[:2])
                 _store_window(at, row, self.channel, entries[2:], self.distance)
 
@@ -514,7 +514,7 @@ class _State:
         """Writes the state back."""
         for run, values in zip(self.runs, self.values, strict=True):
             for i, value in enumerate(values):
-                self.at.isa.store_global(self.address, value, self._offset(run, i))
+                self.at.isa.store_global(self.address, [value], self._offset(run, i))
 
     def run(self, kind: str, count) -> None:
         """Advances the state by some rows; live ones leave their outputs in shared memory."""
@@ -592,4 +592,4 @@ def _write_outputs(at: _Places, values: _Values) -> None:
         weight_at = at.layer * WIDTH + at.channel_of(column)
         (weight,) = isa.load_global_floats(isa.offset_address(at.gmem["norm"], weight_at, 4))
         normed = isa.product_of(isa.product_of(out, scale), weight)
-        isa.store_global(at.value("out", row, column), isa.product_of(normed, gate))
+        isa.store_global(at.value("out", row, column), [isa.product_of(normed, gate)])

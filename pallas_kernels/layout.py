@@ -14,6 +14,9 @@ import numpy as np
 
 from pallas_kernels.packed import Parts
 
+type Groups = Mapping[str, tuple[int, np.dtype]]
+"""For each part of a format, the weights that an element covers and its dtype; codes come first."""
+
 _WIDTHS = {2: {"codes": 2}, 4: {"codes": 4}, 5: {"codes": 4, "high": 1}, 6: {"codes": 4, "high": 2}}
 
 
@@ -26,13 +29,13 @@ def check_k(name: str, k: int, multiple: int) -> None:
         )
 
 
-def check_parts(name: str, parts: Parts, groups: Mapping[str, tuple[int, np.dtype]]) -> int:
+def check_parts(name: str, parts: Parts, groups: Groups) -> int:
     """Returns k, having checked names, dtypes and shapes of a format's parts.
 
     Args:
       name: the format, for messages.
       parts: arrays [rows, k / group].
-      groups: for each part, weights an element covers and its dtype; the first part covers one.
+      groups: what the format is made of.
 
     Raises:
       ValueError: a part is missing, unknown, or of another dtype or shape.
@@ -84,12 +87,24 @@ def _words(rows: np.ndarray) -> np.ndarray:
     return rows.view(np.uint64) if rows.shape[1] % 8 == 0 else rows
 
 
-def code_specs(rows: int, k: int, bits: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the planes that hold codes [rows, k] of `bits` bits."""
-    return {
+def coded_specs(rows: int, k: int, bits: int, groups: Groups) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the planes of parts: codes [rows, k] of `bits` bits are packed, the rest stay."""
+    codes = {
         plane: jax.ShapeDtypeStruct((rows, k * width // 8), np.uint8)
         for plane, width in _WIDTHS[bits].items()
     }
+    rest = {
+        name: jax.ShapeDtypeStruct((rows, k // group), dtype)
+        for name, (group, dtype) in groups.items()
+        if name != "codes"
+    }
+    return {**codes, **rest}
+
+
+def pack_coded(parts: Parts, bits: int, lanes: int, groups: Groups) -> dict[str, np.ndarray]:
+    """Returns the planes of `coded_specs`; raises as `pack_codes`."""
+    rest = {name: parts[name] for name in groups if name != "codes"}
+    return {**pack_codes(parts["codes"], bits, lanes), **rest}
 
 
 def pack_codes(codes: np.ndarray, bits: int, lanes: int) -> dict[str, np.ndarray]:

@@ -10,8 +10,8 @@ import numpy as np
 from pallas_kernels.layout import (
     check_k,
     check_parts,
-    code_specs,
-    pack_codes,
+    coded_specs,
+    pack_coded,
     scale_groups,
     spread,
     unpack_codes,
@@ -19,6 +19,11 @@ from pallas_kernels.layout import (
 from pallas_kernels.packed import PackedFormat, Parts
 
 _LANES = 16
+_GROUPS = {
+    "codes": (1, np.dtype(np.uint8)),
+    "scales": (16, np.dtype(np.int8)),
+    "d": (256, np.dtype(np.float16)),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,17 +40,12 @@ class SixBit:
     def plane_specs(self, rows: int, k: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype of every plane; k must be a multiple of 256."""
         check_k(self.name, k, 256)
-        scales = jax.ShapeDtypeStruct((rows, k // 16), np.int8)
-        d = jax.ShapeDtypeStruct((rows, k // 256), np.float16)
-        return {**code_specs(rows, k, 6), "scales": scales, "d": d}
+        return coded_specs(rows, k, 6, _GROUPS)
 
     def pack(self, parts: Parts) -> dict[str, np.ndarray]:
         """Returns the planes; a NaN or infinite d is kept as it is."""
-        groups = {"codes": (1, np.dtype(np.uint8)), "scales": (16, np.dtype(np.int8))}
-        groups |= {"d": (256, np.dtype(np.float16))}
-        check_k(self.name, check_parts(self.name, parts, groups), 256)
-        codes = pack_codes(parts["codes"], 6, _LANES)
-        return {**codes, "scales": parts["scales"], "d": parts["d"]}
+        check_k(self.name, check_parts(self.name, parts, _GROUPS), 256)
+        return pack_coded(parts, 6, _LANES, _GROUPS)
 
     def unpack(self, planes: Mapping[str, jax.Array]) -> jax.Array:
         """Returns the float32 values [..., rows, k]."""

@@ -10,8 +10,8 @@ import numpy as np
 from pallas_kernels.layout import (
     check_k,
     check_parts,
-    code_specs,
-    pack_codes,
+    coded_specs,
+    pack_coded,
     scale_groups,
     spread,
     unpack_codes,
@@ -57,19 +57,13 @@ class Table:
     def plane_specs(self, rows: int, k: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype of every plane; k must be a multiple of 32 and of `block`."""
         check_k(self.name, k, max(self.block, 2 * _LANES))
-        rest = {
-            name: jax.ShapeDtypeStruct((rows, k // group), dtype)
-            for name, (group, dtype) in self._groups().items()
-            if name != "codes"
-        }
-        return {**code_specs(rows, k, 4), **rest}
+        return coded_specs(rows, k, 4, self._groups())
 
     def pack(self, parts: Parts) -> dict[str, np.ndarray]:
         """Returns the planes; a NaN or infinite d is kept as it is."""
         k = check_parts(self.name, parts, self._groups())
         check_k(self.name, k, max(self.block, 2 * _LANES))
-        rest = {name: part for name, part in parts.items() if name != "codes"}
-        return {**pack_codes(parts["codes"], 4, _LANES), **rest}
+        return pack_coded(parts, 4, _LANES, self._groups())
 
     def unpack(self, planes: Mapping[str, jax.Array]) -> jax.Array:
         """Returns the float32 values [..., rows, k]."""

@@ -16,6 +16,7 @@ from jax.experimental.mosaic.gpu import utils as mosaic
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
+_LESS = 4  # ordered: a NaN is less than nothing
 _PREDICATES = {"eq": 0, "ne": 1, "slt": 2, "sle": 3, "sgt": 4, "sge": 5, "ult": 6}
 
 
@@ -137,6 +138,9 @@ class Float:
     def __sub__(self, other):
         return Float(arith.subf(self.value, _float(other).value))
 
+    def __lt__(self, other):
+        return arith.cmpf(_LESS, self.value, _float(other).value)
+
     def __mul__(self, other):
         return Float(arith.mulf(self.value, _float(other).value))
 
@@ -255,6 +259,21 @@ def when(predicate: ir.Value) -> Iterator[None]:
         scf.yield_([])
 
 
+def branch(predicate: ir.Value, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """Runs one of two bodies: the roles of warpgroups, which may then differ in registers."""
+    branch = scf.IfOp(predicate, has_else=True)
+    for block, body in ((branch.then_block, then), (branch.else_block, otherwise)):
+        assert block is not None
+        with ir.InsertionPoint(block):
+            body()
+            scf.yield_([])
+
+
+def set_registers(count: int, grow: bool) -> None:
+    """Gives registers of this warpgroup's threads back, or takes more, up to a count."""
+    _asm(f"setmaxnreg.{'inc' if grow else 'dec'}.sync.aligned.u32 {count};")
+
+
 def loop(start: Word | int, stop: Word | int, step: Word | int, carry: Any, body: Callable) -> Any:
     """Returns the carry after `carry = body(index, carry)` for each index of a range."""
     leaves, tree = jax.tree.flatten(carry)
@@ -292,6 +311,16 @@ def merge(word: Word, mask: int, pattern: int | Word) -> Word:
 def add_halves(a: Word, b: Word | int) -> Word:
     """Returns the sums of two pairs of float16."""
     return Word(_pure("add.rn.f16x2 $0, $1, $2;", a, _word(b), result=_i32))
+
+
+def multiply_add_halves(a: Word, b: Word, c: Word) -> Word:
+    """Returns `a * b + c` of pairs of float16, each rounded once."""
+    return Word(_pure("fma.rn.f16x2 $0, $1, $2, $3;", a, b, c, result=_i32))
+
+
+def multiply_halves(a: Word, b: Word | int) -> Word:
+    """Returns the products of two pairs of float16."""
+    return Word(_pure("mul.rn.f16x2 $0, $1, $2;", a, _word(b), result=_i32))
 
 
 def half_to_float(word: Word, high: bool) -> Float:
@@ -364,6 +393,21 @@ def reciprocal(value: Float) -> Float:
     return Float(_pure("rcp.approx.ftz.f32 $0, $1;", value, result=_f32))
 
 
+def magnitude(value: Float) -> Float:
+    """Returns the absolute value."""
+    return Float(_pure("abs.f32 $0, $1;", value, result=_f32))
+
+
+def divide(a: Float, b: Float) -> Float:
+    """Returns `a / b`, correctly rounded."""
+    return Float(_pure("div.rn.f32 $0, $1, $2;", a, b, result=_f32))
+
+
+def to_float(word: Word) -> Float:
+    """Returns an unsigned word as float32."""
+    return Float(_pure("cvt.rn.f32.u32 $0, $1;", word, result=_f32))
+
+
 def rsqrt(value: Float) -> Float:
     """Returns `1 / sqrt(x)`, good to 2 ulp."""
     return Float(_pure("rsqrt.approx.f32 $0, $1;", value, result=_f32))
@@ -395,6 +439,19 @@ def as_float(word: Word) -> Float:
     return Float(arith.bitcast(_f32(), word.value))
 
 
+def shuffle_word_xor(word: Word, distance: int) -> Word:
+    """Returns the word of the lane whose index differs by these bits."""
+    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;"
+    (result,) = _asm(text, word, results=[_i32()])
+    return Word(result)
+
+
+def shuffle(value: Float, lane: Word) -> Float:
+    """Returns the value of another lane of the warp."""
+    (result,) = _asm("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", value, lane, results=[_f32()])
+    return Float(result)
+
+
 def mma(
     a: Sequence[Word], b: Sequence[Word], c: Sequence[Float], kind: Literal["f16", "bf16"] = "f16"
 ) -> list[Float]:
@@ -415,6 +472,82 @@ def mma(
         convergent=True,
     )
     return [Float(value) for value in values]
+
+
+def descriptor(address: Word) -> Word:
+    """Returns the low word of the description of a right-hand matrix in shared memory.
+
+    The matrix is [columns, 64] float16, a column 128 bytes, eight columns 1,024; the 16-byte piece
+    c of column n stands at place c ^ (n % 8). The address is a multiple of 1,024, or 32 bytes more
+    for each 16 of the 64 that are passed over.
+    """
+    return (address & 0x3FFFF) >> 4
+
+
+def wgmma(acc: Sequence[Float], a: Sequence[Word], matrix: Word) -> list[Float]:
+    """Returns `acc + A @ B` of a warpgroup, not to be looked at before `wgmma_wait`.
+
+    float16 A [64, 16] in registers, warp w the rows from 16 w on, laid out as in `mma`; B of
+    `descriptor`, [16, columns]. acc[4 j : 4 j + 4] holds columns 8 j + 2t and + 1 of row g, then of
+    row g + 8, for lane 4 g + t.
+    """
+    count = len(acc)
+    sums = ", ".join(f"${i}" for i in range(count))
+    words = ", ".join(f"${2 * count + i}" for i in range(4))
+    shape = f"m64n{2 * count}k16"
+    # In the high word: eight columns are 64 times 16 bytes, and the swizzle is that of 128 bytes.
+    text = (
+        "{ .reg .b64 d; .reg .pred p; setp.eq.b32 p, 0, 0;"
+        f" mov.b64 d, {{${2 * count + 4}, {0x40000040}}};"
+        f" wgmma.mma_async.sync.aligned.{shape}.f32.f16.f16 {{{sums}}}, {{{words}}},"
+        " d, p, 1, 1, 0; }"
+    )
+    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * 5
+    struct = llvm.inline_asm(
+        llvm.StructType.get_literal([_f32()] * count),
+        [register.value for register in (*acc, *a, matrix)],
+        text,
+        ",".join(constraints),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    return [Float(llvm.extractvalue(_f32(), struct, [i])) for i in range(count)]
+
+
+def wgmma_fence() -> None:
+    """Orders register writes before the next `wgmma`."""
+    _asm("wgmma.fence.sync.aligned;")
+
+
+def wgmma_commit() -> None:
+    """Ends a group of `wgmma`s."""
+    _asm("wgmma.commit_group.sync.aligned;")
+
+
+def wgmma_wait(groups: int) -> None:
+    """Waits until at most this many of the last groups are unfinished."""
+    _asm(f"wgmma.wait_group.sync.aligned {groups};")
+
+
+def pin(registers: Sequence[Any]) -> list[Any]:
+    """Returns registers that are computed here and nowhere later, and still held here."""
+    if not registers:
+        return []
+    kinds = ["f" if isinstance(register, Float) else "r" for register in registers]
+    types = [_f32() if kind == "f" else _i32() for kind in kinds]
+    constraints = [f"={kind}" for kind in kinds] + [str(i) for i in range(len(kinds))]
+    struct = llvm.inline_asm(
+        llvm.StructType.get_literal(types),
+        [register.value for register in registers],
+        "",
+        ",".join(constraints),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    return [
+        type(register)(llvm.extractvalue(kind, struct, [i]))
+        for i, (register, kind) in enumerate(zip(registers, types, strict=True))
+    ]
 
 
 # Memory.
@@ -458,17 +591,17 @@ def load_shared_floats(address: Word, offset: int = 0, words: int = 1) -> list[F
     return [Float(v) for v in _asm(text, address, results=[_f32()] * words)]
 
 
+def load_global_floats(address: ir.Value, offset: int = 0, words: int = 1) -> list[Float]:
+    """Returns 1, 2 or 4 consecutive float32 that a kernel before this one may have written."""
+    vector, names = _vector(words, 0)
+    text = f"ld.global{vector}.f32 {names}, [${words}+{offset}];"
+    return [Float(v) for v in _asm(text, address, results=[_f32()] * words)]
+
+
 def load_global_coherent(address: ir.Value, offset: int = 0) -> Word:
     """Returns a word of global memory that a kernel before this one may have written."""
     (value,) = _asm(f"ld.global.b32 $0, [$1+{offset}];", address, results=[_i32()])
     return Word(value)
-
-
-def load_global_floats(address: ir.Value, offset: int = 0, words: int = 1) -> list[Float]:
-    """Returns 1, 2 or 4 float32 of global memory that this kernel may write later."""
-    vector, names = _vector(words, 0)
-    text = f"ld.global{vector}.f32 {names}, [${words}+{offset}];"
-    return [Float(v) for v in _asm(text, address, results=[_f32()] * words)]
 
 
 def load_matrices(address: Word, offset: int = 0, transposed: bool = False) -> list[Word]:
@@ -504,10 +637,11 @@ def store_shared(address: Word, values: Sequence[Word | Float], offset: int = 0)
     _asm(f"st.shared{vector}.{kind} [$0+{offset}], {names};", address, *values)
 
 
-def store_global(address: ir.Value, value: Word | Float, offset: int = 0) -> None:
-    """Stores one register to global memory."""
-    kind = "f32" if isinstance(value, Float) else "b32"
-    _asm(f"st.global.{kind} [$0+{offset}], $1;", address, value)
+def store_global(address: ir.Value, values: Sequence[Word | Float], offset: int = 0) -> None:
+    """Stores 1, 2 or 4 registers to consecutive words of global memory."""
+    vector, names = _vector(len(values), 1)
+    kind = "f32" if isinstance(values[0], Float) else "b32"
+    _asm(f"st.global{vector}.{kind} [$0+{offset}], {names};", address, *values)
 
 
 def _vector(words: int, first: int) -> tuple[str, str]:
@@ -594,7 +728,7 @@ def send(remote: Word, value: Float, remote_barrier: Word) -> None:
     _asm(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [$0], $1, [$2];",
         remote,
-        Word(arith.bitcast(_i32(), value.value)),
+        as_word(value),
         remote_barrier,
     )
 

@@ -12,6 +12,7 @@ import pytest
 
 SHAPED = [
     *(f"openjet_jax.{module}" for module in ("cycle", "deltanet", "draft_vocabulary", "experts")),
+    "openjet_jax.head_choice",
     *(f"openjet_jax.{module}" for module in ("filters", "layers", "ngrams", "prefill", "qwen35")),
     *(f"openjet_jax.{module}" for module in ("qwen4exp", "sampling", "sparse_attention")),
     "openjet_jax.streams",

@@ -17,7 +17,7 @@ ORDER = [
     {"filters", "weights"},
     {"qwen4exp_weights"},
     {"sampling", "draft_vocabulary", "checkpoint", "row_tables", "leaf_files", "stacks", "tiling"},
-    {"state", "layers", "layer_loop"},
+    {"state", "layers", "layer_loop", "head_choice"},
     {"deltanet", "attention_layers", "streams", "experts", "sparse_attention"},
     {"ngrams", "constraint"},
     {"qwen35", "qwen4exp"},

@@ -292,12 +292,14 @@ class Grid(Instructions):
     def load_global_floats(self, address, offset=0, words=1):
         return [self.as_float(word) for word in self.load_global(address, offset, words)]
 
-    def store_global(self, address, value, offset=0):
+    def store_global(self, address, values, offset=0):
         for where, buffer, at in address.choices:
             (who,) = np.nonzero(where & self.active)
-            index = (at[who] + offset) // 4
-            values = np.asarray(value).view(np.uint32)[who]
-            buffer.write(index, values, who, self.block[who])
+            first = at[who] + offset
+            assert np.all(first % (4 * len(values)) == 0), "a wide access must be aligned"
+            for i, value in enumerate(values):
+                bits = np.asarray(value).view(np.uint32)[who]
+                buffer.write(first // 4 + i, bits, who, self.block[who])
 
     # Shared memory.
 

@@ -1,6 +1,8 @@
 """One warp in NumPy: the instructions of `pallas_kernels.ptx` over arrays of 32 lanes."""
 
+import jax.numpy as jnp
 import numpy as np
+import scipy.special
 
 
 def Float(value):  # noqa: N802 (the name of the instruction set's type)
@@ -28,7 +30,7 @@ class Instructions(Memory):
     @staticmethod
     def permute_bytes(low, high, selector):
         both = low.astype(np.uint64) | (np.asarray(high).astype(np.uint64) << np.uint64(32))
-        result, selector = np.zeros(32, np.uint64), np.asarray(selector, np.uint64)
+        result, selector = np.zeros(low.shape, np.uint64), np.asarray(selector, np.uint64)
         for i in range(4):
             index = selector >> np.uint64(4 * i) & np.uint64(7)
             byte = (both >> (np.uint64(8) * index)) & np.uint64(255)
@@ -107,3 +109,18 @@ def unit_product(block, words: np.ndarray, activations) -> np.ndarray:
         for i in range(4):
             result[8 * tile + 2 * t + i % 2, g + 8 * (i // 2)] = total[i]
     return result
+
+
+def silu(x):
+    return (x * scipy.special.expit(x.astype(np.float64))).astype(np.float32)
+
+
+def decode_product(x, weights, layer, block, tiles, epilogue="none", *, first=0):
+    """The product of `pallas_kernels.decode_product` where K is not split, unit by unit."""
+    assert tiles.parts == 1
+    words = np.asarray(weights)[int(layer[0]), first // 16 :]
+    scales = np.asarray(x.scales)[:, None]
+    units = np.stack([unit_product(block, unit, x) * scales for unit in words], axis=1)
+    if epilogue == "silu_gate":
+        units = silu(units[..., :8]) * units[..., 8:]
+    return jnp.asarray(units.reshape(len(units), -1))

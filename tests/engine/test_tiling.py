@@ -1,0 +1,220 @@
+"""Projections in the kernels' order: those that become one matrix give what they gave apart.
+
+The kernel is replaced by the model of a warp, so results are compared bit for bit.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import relative_rms
+
+from openjet_jax import tiling
+from openjet_jax.architectures import initial_state
+from openjet_jax.config import DecodeConfig
+from openjet_jax.cycle import cycle
+from openjet_jax.draft_vocabulary import empty_slots
+from openjet_jax.layers import add_and_norm, rms_norm
+from openjet_jax.loading import load
+from openjet_jax.settings import SamplingKind
+from openjet_jax.weights import (
+    AttentionWeights,
+    DeltaNetWeights,
+    FeedForwardWeights,
+    LayerInput,
+    Packed,
+    Tiled,
+    Within,
+    gated,
+    project,
+    project_each,
+)
+from pallas_kernels import decode_inputs, decode_product
+from pallas_kernels.decode_blocks import BLOCKS
+from pallas_kernels.decode_cuts import default_tiles
+from pallas_kernels.formats import FORMATS
+from tests.kernels import warp_model
+
+K, LAYERS = 256, 2
+
+
+@pytest.fixture(autouse=True)
+def kernel(monkeypatch):
+    monkeypatch.setattr(decode_product, "decode_product", warp_model.decode_product)
+    monkeypatch.setattr(decode_inputs, "decode_inputs", decode_inputs.decode_inputs_reference)
+
+
+def packed(rows, *formats, seed=0):
+    """Returns a random projection with these formats of its layers."""
+    rng, stacks, names = np.random.default_rng(seed), [], list(dict.fromkeys(formats))
+    for name in names:
+        planes = {}
+        for plane, spec in FORMATS[name].plane_specs(rows, K).items():
+            shape = (formats.count(name), *spec.shape)
+            if np.issubdtype(spec.dtype, np.floating):
+                values = rng.normal(0, 1e-2, shape).astype(spec.dtype)
+            else:
+                limit = 64 if plane in ("scales", "mins") else 256
+                values = rng.integers(0, limit, shape).astype(np.uint8).view(spec.dtype)
+            planes[plane] = jnp.asarray(values)
+        stacks.append(planes)
+    table = tuple((names.index(name), formats[:i].count(name)) for i, name in enumerate(formats))
+    return Packed(stacks=tuple(stacks), formats=tuple(names), table=table, shape=(rows, K))
+
+
+def apart(weight):
+    return tiling.tiled(jax.tree.map(jnp.copy, weight), keep_rows=False)
+
+
+def attention(q, k, v):
+    ones = jnp.ones((LAYERS, 1))
+    out = packed(16, "q4_k", "q4_k")
+    return AttentionWeights(norm=None, q=q, k=k, v=v, out=out, q_norm=ones, k_norm=ones)
+
+
+def joined(module) -> dict[str, Any]:
+    changed = tiling._joined(jax.tree.map(jnp.copy, module))
+    return {
+        name: tiling.tiled(weight, keep_rows=False) if isinstance(weight, Packed) else weight
+        for name, weight in changed.items()
+    }
+
+
+def rows(seed=5):
+    x = np.random.default_rng(seed).normal(size=(8, K)).astype(np.float32)
+    x[:, 3] *= 1000
+    return jnp.asarray(x)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_gates_paired_with_what_they_multiply_give_the_same_bits(name):
+    gate, up = packed(32, name, name, seed=1), packed(32, name, name, seed=2)
+    weights = FeedForwardWeights(norm=jnp.ones((2, K)), gate=gate, up=up, down=packed(16, name))
+    pair = joined(weights)
+    assert pair["gate"].paired
+    assert isinstance(pair["up"], Within)
+    for layer in range(LAYERS):
+        got = gated(rows(), pair["gate"], pair["up"], layer)
+        alone = (np.asarray(project(rows(), apart(part), layer)) for part in (gate, up))
+        want = warp_model.silu(next(alone)) * next(alone)
+        assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("skip", [0, 1, 2])
+def test_projections_below_one_another_give_the_same_bits(skip):
+    parts = [packed(n, "q4_k", "q4_k", seed=n) for n in (48, 16, 32)]
+    one = joined(attention(*parts))
+    assert one["q"].parts == (48, 16, 32) and isinstance(one["v"], Within)
+    got = project_each(rows(), (one["q"], one["k"], one["v"]), 1, skip=skip)
+    want = project_each(rows(), [apart(part) for part in parts], 1, skip=skip)
+    assert len(got) == 3 - skip
+    for a, b in zip(got, want, strict=True):
+        assert jnp.array_equal(a, b)
+
+
+def test_layers_of_several_formats_join_where_all_of_them_agree():
+    formats = ("q4_k", "q6_k")
+    q, k, v = packed(32, *formats), packed(16, *formats), packed(16, "q6_k", "q6_k")
+    one = joined(attention(q, k, v))
+    assert one["q"].parts == (32, 16) and "v" not in one
+    v = apart(v)
+    for layer in range(LAYERS):
+        got = project_each(rows(), (one["q"], one["k"], v), layer)
+        want = project_each(rows(), (apart(q), apart(k), v), layer)
+        assert all(jnp.array_equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_small_projections_that_no_kernel_reads_become_one_packed_matrix():
+    qkv, gate = packed(32, "q4_k", "q4_k"), packed(16, "q6_k", "q6_k")
+    alpha, beta = packed(4, "f32", "f32", seed=1), packed(4, "f32", "f32", seed=2)
+    ones = jnp.ones((LAYERS, 4))
+    weights = DeltaNetWeights(
+        norm=None,
+        qkv=qkv,
+        gate=gate,
+        alpha=alpha,
+        beta=beta,
+        conv=jnp.ones((LAYERS, 4, 4)),
+        dt_bias=ones,
+        decay=ones,
+        gate_norm=ones,
+        out=packed(16, "q4_k", "q4_k"),
+    )
+    one = joined(weights)
+    assert set(one) == {"alpha", "beta"} and isinstance(one["alpha"], Packed)
+    together = (apart(qkv), apart(gate), one["alpha"], one["beta"])
+    *_, a, b = project_each(rows(), together, 1)
+    np.testing.assert_allclose(a, project(rows(), alpha, 1), rtol=1e-5)
+    np.testing.assert_allclose(b, project(rows(), beta, 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+def test_projections_too_small_for_a_kernel_may_be_large_enough_together(skip):
+    parts = [packed(8, "q8_0", "q8_0", seed=n) for n in range(4)]
+    one = joined(attention(*parts[:3]))
+    assert one["q"].parts == (8, 8, 8)
+    pair = joined(attention(packed(32, "q8_0", "q8_0"), *parts[:2]))
+    assert isinstance(pair["k"], Tiled) and pair["k"].parts == (8, 8) and "q" not in pair
+    together = (apart(packed(32, "q8_0", "q8_0")), pair["k"], pair["v"])
+    outputs = project_each(rows(), together, 1, skip=1 + skip)
+    for got, part in zip(outputs, parts[skip:2], strict=True):
+        assert relative_rms(got, project(rows(), part, 1)) < 1e-3
+
+
+def test_a_part_of_another_matrix_is_refused_alone():
+    with pytest.raises(ValueError, match="use project_each"):
+        project(rows(), Within())
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_joined_matrix_is_cut_along_k_as_its_parts_are(name):
+    block = BLOCKS[name]
+    for k, *outputs in ((5120, 12288, 1024, 1024), (5120, 10240, 6144), (5120, 17408, 17408)):
+        cuts = {default_tiles(block, n, k).parts for n in (*outputs, sum(outputs))}
+        assert len(cuts) == 1
+
+
+def test_tiled_projections_alone_are_as_before():
+    weight = packed(32, "q5_k", "q5_k")
+    tiled = apart(weight)
+    assert isinstance(tiled, Tiled) and tiled.parts == ()
+    assert relative_rms(project(rows(), tiled, 1), project(rows(), weight, 1)) < 1e-3
+
+
+@pytest.mark.parametrize("second", ["q5_k", "q6_k"])
+def test_rows_prepared_once_give_what_rows_prepared_for_each_product_do(second):
+    first, other = apart(packed(32, "q4_k", "q4_k")), apart(packed(16, second, second))
+    x, added = rows(), rows(6) / 1000
+    norm = jnp.asarray(np.random.default_rng(0).normal(1, 0.1, (LAYERS, K)).astype(np.float32))
+    stream, h = add_and_norm(x, added, norm, 1, 1e-6, (first, other))
+    assert isinstance(h, LayerInput) and jnp.array_equal(stream, x + added)
+    got = project_each(h, (first, other), 1)
+    want = project_each(rms_norm(x + added, norm[1], 1e-6), (first, other), 1)
+    assert all(jnp.array_equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    model = load("tiny", backend="reference")
+    return model.config, tiling.tiled_weights(model.weights)
+
+
+def lowered_cycle(tiny, kind):
+    """Returns the text of one cycle's program for a GPU, and its cycle's result."""
+    config, weights = tiny
+    decode = DecodeConfig(context=256)
+    state = jax.eval_shape(lambda w: initial_state(config, decode, empty_slots(w)), weights)
+    run = functools.partial(cycle, config=config, kind=kind, max_depth=3)
+    return jax.jit(run).trace(weights, state).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_cycle_of_the_bundled_model_takes_few_products_a_layer(tiny, monkeypatch):
+    monkeypatch.undo()
+    text = lowered_cycle(tiny, SamplingKind())
+    # Three runs of a loop body (DeltaNet, attention, the MTP block), and two heads. q and k, and
+    # gate and up, are one product each; v, down and DeltaNet's first projection are of two formats.
+    assert text.count("decode_product_q4_k_kernel") + text.count("decode_product_q6_k_kernel") <= 42
+    assert tiny[1].ffn.gate.paired and tiny[1].attention.q.parts == (1024, 256)
