@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.manifest import ROOT, device_folder, manifest
+from openjet_jax.attention_layers import window
 from openjet_jax.config import BLOCK_POSITIONS, ROWS, DecodeConfig, Pooling, Qwen4ExpConfig
 from openjet_jax.qwen4exp_weights import IndexerWeights
 from openjet_jax.sparse_attention import (
@@ -31,7 +32,6 @@ from openjet_jax.sparse_attention import (
     index,
     selection,
     sparse_cache,
-    window,
 )
 from openjet_jax.weights import Packed
 
@@ -166,15 +166,16 @@ def measure(name: str, history: int, repeats: int, weights: IndexerWeights, keys
     live = jnp.arange(ROWS) < WINDOW
 
     def pool(kv, start, rows):
-        at = window(start, jnp.arange(ROWS) < rows, kv)
+        at = window(start, jnp.arange(ROWS) < rows)
         return after_window(index(h, 0, kv, weights, at, SIZES), at)
 
     def choose(kv, start):
-        return selection(h, 0, kv, weights, window(start, live, kv), SIZES)
+        return selection(h, 0, kv, weights, window(start, live), SIZES)
 
     def attend(kv, start):
         q = jax.random.normal(jax.random.key(4), (ROWS, SIZES.heads, SIZES.head_width))
-        return attend_sparse(q, h, (0, 0), kv, weights, window(start, live, kv), SIZES)
+        out, _ = attend_sparse(q, h, (0, 0), kv, weights, window(start, live), SIZES)
+        return out
 
     start = jnp.int32(history)
     pool, choose, attend = jax.jit(pool), jax.jit(choose), jax.jit(attend)
