@@ -29,7 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench.clients import (
@@ -166,7 +166,7 @@ async def _running(address: str, count: int, seconds: float = 60) -> None:
             await asyncio.sleep(0.05)
 
 
-async def _ended(asked: list[asyncio.Future[Any]]) -> None:
+async def _ended(asked: Sequence[asyncio.Future[Any]]) -> None:
     for each in asked:
         each.cancel()
     await asyncio.gather(*asked, return_exceptions=True)

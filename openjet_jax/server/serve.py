@@ -1,6 +1,9 @@
 """Runs a server in this process until it is told to stop."""
 
+import ctypes
 import socket
+import threading
+import time
 
 import uvicorn
 
@@ -9,6 +12,8 @@ from openjet_jax.server.app import create_app
 from openjet_jax.server.config import ServerConfig
 from openjet_jax.server.security import MAX_HEADER_BYTES
 from openjet_jax.server.service import Service
+
+RETURN_EVERY_S = 5
 
 
 class Server(uvicorn.Server):
@@ -49,4 +54,17 @@ def serve(model: Model, config: ServerConfig) -> None:
     """Serves until interrupted or terminated; running answers get `shutdown_s` to end."""
     service = Service(model, config)
     service.warm_up()
+    threading.Thread(target=_return_memory, daemon=True).start()
     _server(service, config).run()
+
+
+def _return_memory() -> None:
+    """Gives what the C library keeps of freed memory back to the system, again and again.
+
+    On a CPU, programs take their workspace from it in many threads; what each of them once needed
+    would stay. Only glibc can be asked to.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    while trim is not None:
+        trim(0)
+        time.sleep(RETURN_EVERY_S)
