@@ -37,6 +37,7 @@ from openjet_jax.draft_vocabulary import NUM_SLOTS, draft_logits
 from openjet_jax.engine import programs_for
 from openjet_jax.filters import keep_tokens
 from openjet_jax.sampling import choose, initial_sampling_state
+from openjet_jax.state import MtpRows
 from openjet_jax.stats import Stats
 
 LIBRARY = pathlib.Path(sysconfig.get_path("stdlib"))
@@ -147,7 +148,8 @@ def drafted(weights, kv, hidden, text, positions, sampling, *, config, kind):
             token, before, kv = carry
             tokens = jnp.where(row == 0, token, 0)
             fed = jnp.where(row[:, None] == 0, before, 0.0)
-            out, kv = model.mtp_block(tokens, fed, newest + i, row < 1, kv, weights, config)
+            entries = MtpRows(tokens=tokens, hidden=fed, start=newest + i, live=row < 1)
+            out, kv = model.mtp_block(entries, kv, weights, config, continues=i > 0)
             features = model.mtp_features(weights, config, out[:1])
             scores = scores_of(features, newest)
             draft = choose(scores, (newest + 1 + i)[None], sampling, kind.draft)[0]

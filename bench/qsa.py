@@ -1,39 +1,42 @@
 """What a cycle of sparse attention costs against history: block keys pooled, scored, blocks read.
 
-    python -m bench.qsa [--out DIR] [--histories 512 2048 8192 32768] [--repeats 5]
+    python -m bench.qsa [--histories 512 1024 2048 4096 8192 16384 32768] [--repeats 5]
 
 One layer of the published size (24 heads of 256, 4 index heads of 128, 512 blocks) reads a window
 of six tokens onto a history of index keys, with retention and padding each on and off. Gate: every
 way of maintenance leaves the same bits in all block keys, and rows pooled with retention do not
-exceed one for each four tokens of the window. Writes `qsa.json` and `qsa.svg`. Times are the host's
-clock around a call, of the first device, beside whatever else the machine does.
+exceed one for each four tokens of the window. Besides the JSON, `qsa.svg` shows all of it against
+history. Times are the host's clock around a call, the cache donated, medians.
 """
 
 import argparse
 import dataclasses
 import functools
-import json
+import itertools
 import pathlib
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.manifest import ROOT, device_folder, manifest
-from openjet_jax.attention_layers import window
+from bench.panels import Line, Panel, draw
+from bench.summary import Figure, record
+from openjet_jax.attention_layers import Window, window
 from openjet_jax.config import BLOCK_POSITIONS, ROWS, DecodeConfig, Pooling, Qwen4ExpConfig
 from openjet_jax.qwen4exp_weights import IndexerWeights
 from openjet_jax.sparse_attention import (
     SparseCache,
     after_window,
-    attend_sparse,
     index,
     selection,
     sparse_cache,
 )
 from openjet_jax.weights import Packed
+from pallas_kernels.sparse_attention import sparse_attention_reference
 
 WINDOW = 6
 """Tokens of a cycle that drafts five."""
@@ -100,7 +103,7 @@ class Cycle:
       rows_pooled: block keys that had to be pooled, and `rows_padded`, rows computed for them.
       blocks_scored: by the window.
       bytes_pooled, bytes_scored, bytes_attended: read in all `LAYERS` layers.
-      pool_us, select_us, attend_us: medians.
+      pool_us: median; select_us, attend_us: medians, measured once for each history.
     """
 
     pooling: str
@@ -143,19 +146,64 @@ def filled(decode: DecodeConfig) -> SparseCache:
     return dataclasses.replace(kv, **jax.tree.unflatten(tree, filled))
 
 
-def median_us(run, *args, repeats: int) -> float:
-    """Returns the median time of a compiled call."""
-    jax.block_until_ready(run(*args))
+def median_us(run: Callable[[], Any], repeats: int) -> float:
+    """Returns the median time of a call, after one that warms up."""
+    jax.block_until_ready(run())
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        jax.block_until_ready(run(*args))
+        jax.block_until_ready(run())
         times.append(1e6 * (time.perf_counter() - start))
     return statistics.median(times)
 
 
-def measure(name: str, history: int, repeats: int, weights: IndexerWeights, keys: dict) -> Cycle:
-    """Returns the cost of a window behind a committed history; `keys` holds block keys to match.
+class Kept:
+    """A cache that every call consumes and replaces, rolled back to the history before each."""
+
+    def __init__(self, step: Callable[..., SparseCache], kv: SparseCache, history: int):
+        """Reads the history, so that its block keys are valid where they are retained."""
+        self._step, self._start = jax.jit(step, donate_argnums=0), jnp.int32(history)
+        self.kv = self._step(kv, self._start, jnp.int32(0))
+
+    def __call__(self) -> SparseCache:
+        """Returns the cache after a window."""
+        self.kv = self._step(self.kv, self._start, jnp.int32(WINDOW))
+        return self.kv
+
+
+def measure_rest(
+    h: jax.Array, kv: SparseCache, weights: IndexerWeights, at: Window, repeats: int
+) -> tuple[float, float]:
+    """Returns the times to score and choose blocks, and to attend, whoever pooled the keys."""
+    q = jax.random.normal(jax.random.key(4), (ROWS, SIZES.heads, SIZES.head_width))
+
+    @jax.jit
+    def choose(kv):
+        return selection(h, 0, kv, weights, at, SIZES)
+
+    @jax.jit
+    def attend(kv, blocks, counted):
+        return sparse_attention_reference(q, kv.k, kv.v, 0, blocks, counted, at.positions)
+
+    chosen = choose(kv)
+    return (
+        median_us(lambda: choose(kv), repeats),
+        median_us(lambda: attend(kv, *chosen), repeats),
+    )
+
+
+def measure(
+    name: str, history: int, repeats: int, weights: IndexerWeights, keys: dict, others: dict
+) -> Cycle:
+    """Returns the cost of a window behind a committed history.
+
+    Args:
+      name: of the way of maintenance.
+      history: positions before the window.
+      repeats: calls that medians are of.
+      weights: the indexer.
+      keys: block keys of other ways, by history, to match.
+      others: times of `measure_rest`, by history.
 
     Raises:
       SystemExit: block keys differ from those of another way of maintenance.
@@ -163,35 +211,30 @@ def measure(name: str, history: int, repeats: int, weights: IndexerWeights, keys
     pooling = POOLINGS[name]
     decode = DecodeConfig(context=history + WINDOW, kv_dtype="bfloat16", pooling=pooling)
     h = jax.random.normal(jax.random.key(9), (ROWS, SIZES.hidden))
-    live = jnp.arange(ROWS) < WINDOW
+    start = jnp.int32(history)
+    at = window(start, jnp.arange(ROWS) < WINDOW)
 
     def pool(kv, start, rows):
         at = window(start, jnp.arange(ROWS) < rows)
-        return after_window(index(h, 0, kv, weights, at, SIZES), at)
+        return after_window(index(h, 0, kv.committed(start), weights, at, SIZES), at)
 
-    def choose(kv, start):
-        return selection(h, 0, kv, weights, window(start, live), SIZES)
-
-    def attend(kv, start):
-        q = jax.random.normal(jax.random.key(4), (ROWS, SIZES.heads, SIZES.head_width))
-        out, _ = attend_sparse(q, h, (0, 0), kv, weights, window(start, live), SIZES)
-        return out
-
-    start = jnp.int32(history)
-    pool, choose, attend = jax.jit(pool), jax.jit(choose), jax.jit(attend)
-    committed = pool(filled(decode), start, jnp.int32(0)).committed(start)
-    after = pool(committed, start, jnp.int32(WINDOW))
-    complete, retained = (history + WINDOW) // BLOCK_POSITIONS, int(committed.retained)
+    kept = Kept(pool, filled(decode), history)
+    retained = int(kept.kv.committed(start).retained)
+    complete = (history + WINDOW) // BLOCK_POSITIONS
     rows = complete - retained
     if pooling.retention and rows > -(-WINDOW // BLOCK_POSITIONS):
         raise SystemExit(f"{name}: {rows} rows were pooled for a window of {WINDOW}")
-    found = np.asarray(after.pooled)[:, :complete].view(np.uint32)
+    pool_us = median_us(kept, repeats)
+    kv = kept.kv
+    found = np.asarray(kv.pooled)[:, :complete].view(np.uint32)
     if not np.array_equal(keys.setdefault(history, found), found):
         raise SystemExit(f"{name}: block keys differ from those of another way")
-    row_bytes, list_rows = SIZES.index_width * after.raw.dtype.itemsize, after.list_rows
-    select_us = median_us(choose, after, start, repeats=repeats)
+    if history not in others:
+        others[history] = measure_rest(h, kv, weights, at, repeats)
+    select_us, attend_us = others[history]
+    row_bytes, list_rows = SIZES.index_width * kv.raw.dtype.itemsize, kv.list_rows
     lanes = (min(SIZES.budget, complete) + 1) * BLOCK_POSITIONS
-    lane_bytes = 2 * SIZES.kv_heads * SIZES.head_width * after.k.dtype.itemsize
+    lane_bytes = 2 * SIZES.kv_heads * SIZES.head_width * kv.k.dtype.itemsize
     return Cycle(
         pooling=name,
         history=history,
@@ -201,67 +244,78 @@ def measure(name: str, history: int, repeats: int, weights: IndexerWeights, keys
         bytes_pooled=LAYERS * rows * BLOCK_POSITIONS * row_bytes,
         bytes_scored=LAYERS * complete * SIZES.index_width * 4,
         bytes_attended=LAYERS * WINDOW * lanes * lane_bytes,
-        pool_us=median_us(pool, committed, start, jnp.int32(WINDOW), repeats=repeats),
+        pool_us=pool_us,
         select_us=select_us,
-        attend_us=max(median_us(attend, after, start, repeats=repeats) - select_us, 0.0),
+        attend_us=attend_us,
     )
 
 
 def plot(cycles: list[Cycle], path: pathlib.Path) -> None:
-    """Draws the time to maintain block keys against history, both logarithmic, as SVG."""
-    width, height, left, bottom = 640, 400, 70, 340
-    times = [cycle.pool_us for cycle in cycles]
-    histories = sorted({cycle.history for cycle in cycles})
-    low, high = np.log10(min(times)) - 0.1, np.log10(max(times)) + 0.1
-    near, far = np.log2(histories[0]) - 0.2, np.log2(histories[-1]) + 0.2
+    """Draws rows, bytes, blocks and times against history."""
 
-    def place(history: float, us: float) -> tuple[float, float]:
-        x = left + (np.log2(history) - near) / (far - near) * 540
-        return float(x), float(bottom - (np.log10(us) - low) / (high - low) * 300)
+    def lines(field: str) -> list[Line]:
+        return [
+            Line(name, color, [(c.history, getattr(c, field)) for c in cycles if c.pooling == name])
+            for (name, color) in zip(POOLINGS, COLORS, strict=True)
+        ]
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
-        ' font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{left}" y="24" font-size="14">Pooling block keys of one layer, a window of'
-        f" {WINDOW} tokens</text>",
+    def line(name: str, color: str, field: str) -> Line:
+        default = next(iter(POOLINGS))
+        points = [(c.history, getattr(c, field)) for c in cycles if c.pooling == default]
+        return Line(name, color, points)
+
+    read = [
+        line("scored", "#1f3f6f", "bytes_scored"),
+        line("attended", "#7a5c9e", "bytes_attended"),
     ]
-    for history in histories:
-        x, _ = place(history, times[0])
-        parts.append(f'<text x="{x:.0f}" y="{bottom + 18}" text-anchor="middle">{history}</text>')
-    parts.append(f'<text x="340" y="{bottom + 40}" text-anchor="middle">history, tokens</text>')
-    for power in range(int(np.ceil(low)), int(np.floor(high)) + 1):
-        _, y = place(histories[0], 10.0**power)
-        parts.append(f'<line x1="{left}" x2="610" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">1e{power} us</text>')
-    for i, (name, color) in enumerate(zip(POOLINGS, COLORS, strict=True)):
-        line = [place(c.history, c.pool_us) for c in cycles if c.pooling == name]
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in line)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
-        parts.append(f'<text x="{left + 10}" y="{48 + 16 * i}" fill="{color}">{name}</text>')
-    path.write_text("\n".join([*parts, "</svg>", ""]), encoding="utf-8")
+    took = [
+        line("scored and chosen", "#1f3f6f", "select_us"),
+        line("attended", "#7a5c9e", "attend_us"),
+    ]
+    panels = [
+        Panel("block keys pooled in a layer", "", lines("rows_pooled")),
+        Panel(f"bytes read by pooling, {LAYERS} layers", " B", lines("bytes_pooled")),
+        Panel("time to pool, one layer", " us", lines("pool_us")),
+        Panel("blocks scored in a layer", "", [line("all ways", "#1f3f6f", "blocks_scored")]),
+        Panel(f"other bytes read, {LAYERS} layers", " B", read),
+        Panel("other time, one layer", " us", took),
+    ]
+    title = f"Sparse attention, a window of {WINDOW} tokens, against history in tokens"
+    draw(path, title, panels, columns=3)
 
 
 def main() -> None:
     """Measures, checks, writes and prints."""
     parser = argparse.ArgumentParser(description="Time sparse attention against history.")
-    parser.add_argument("--out", type=pathlib.Path, default=None)
-    parser.add_argument("--histories", type=int, nargs="+", default=[512, 2048, 8192, 32768])
+    parser.add_argument("--histories", type=int, nargs="+", default=[512 << i for i in range(7)])
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    out = args.out or ROOT / "bench" / "results" / device_folder()
-    out.mkdir(parents=True, exist_ok=True)
-    weights, keys = make_weights(), {}
-    run = functools.partial(measure, repeats=args.repeats, weights=weights, keys=keys)
-    cycles = [run(name, history) for history in args.histories for name in POOLINGS]
-    for c in cycles:
+    weights, keys, others = make_weights(), {}, {}
+    run = functools.partial(
+        measure, repeats=args.repeats, weights=weights, keys=keys, others=others
+    )
+    cycles = []
+    for history, name in itertools.product(args.histories, POOLINGS):
+        cycles.append(c := run(name, history))
         print(
             f"{c.history:6} {c.pooling:22} rows {c.rows_pooled:5} pool {c.pool_us:9.0f} us"
             f" select {c.select_us:8.0f} us attend {c.attend_us:8.0f} us"
         )
-    report = {"manifest": manifest(), "cycles": [dataclasses.asdict(c) for c in cycles]}
-    (out / "qsa.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    plot(cycles, out / "qsa.svg")
+    figures = [
+        Figure(
+            name=f"qsa_{part}_{c.history}_{'kept' if POOLINGS[c.pooling].retention else 'rebuilt'}",
+            value=getattr(c, f"{part}_us"),
+            unit="us",
+            better="lower",
+        )
+        for c in cycles
+        if POOLINGS[c.pooling].padding and c.history in (args.histories[0], args.histories[-1])
+        for part in ("pool", "select", "attend")
+    ]
+    details = {"cycles": [dataclasses.asdict(c) for c in cycles]}
+    summary = record("bench/qsa.py", figures, details=details)
+    plot(cycles, summary.with_name("qsa.svg"))
+    print(summary)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,14 @@ from jaxtyping import Array, Bool, Float, Int
 from openjet_jax import qwen4exp, qwen35
 from openjet_jax.config import ROWS, DecodeConfig, ModelConfig, Qwen4ExpConfig, Qwen35Config
 from openjet_jax.draft_vocabulary import DraftSlots
-from openjet_jax.state import DecodeState, KVCache, RecurrentState, capacity_for, empty_request
+from openjet_jax.state import (
+    DecodeState,
+    KVCache,
+    MtpRows,
+    RecurrentState,
+    capacity_for,
+    empty_request,
+)
 from openjet_jax.weights import Weights, project
 
 type Caches = tuple[RecurrentState, KVCache]
@@ -75,10 +82,7 @@ class Architecture(Protocol):
 
     def mtp_block(
         self,
-        tokens: Int[Array, " rows"],
-        hidden: Float[Array, "rows width"],
-        start: Int[Array, ""],
-        live: Bool[Array, " rows"],
+        rows: MtpRows,
         kv: Any,
         weights: Any,
         config: Any,
@@ -88,10 +92,7 @@ class Architecture(Protocol):
         """Returns output rows, which the next draft is made from, and the block's cache.
 
         Args:
-          tokens: token of each row's position.
-          hidden: trunk output (or, between drafts, this block's) of the position before.
-          start: position of the first row; the live rows are consecutive.
-          live: rows that count.
+          rows: what it takes; the live rows are consecutive.
           kv: the block's cache.
           weights: the model; its MTP block must be there.
           config: its sizes.
@@ -102,10 +103,7 @@ class Architecture(Protocol):
 
     def mtp_fill(
         self,
-        tokens: Int[Array, " rows"],
-        hidden: Float[Array, "rows width"],
-        start: Int[Array, ""],
-        live: Bool[Array, " rows"],
+        rows: MtpRows,
         kv: Any,
         weights: Any,
         config: Any,

@@ -172,8 +172,8 @@ class Qwen4ExpConfig(ModelConfig):
         together, or "stream", each by itself.
       mtp_position: position in the MTP block of a token and the streams before it: the "token"'s
         own, or that of the streams, "hidden".
-      mtp_selection: which blocks a draft attends to: those that every "step" selects, or those of
-        the "first" draft of a cycle. Without `mtp_sparse`, all. None of these three changes text.
+      mtp_selection: what a draft attends to: what every "step" selects, or exactly what the "first"
+        draft of a cycle did. Without `mtp_sparse`, everything. None of these three changes text.
     """
 
     architecture: ClassVar[str] = "qwen4exp"

@@ -22,7 +22,7 @@ from openjet_jax.draft_vocabulary import hold
 from openjet_jax.head_choice import choose_draft, choose_tokens
 from openjet_jax.sampling import accept, observe
 from openjet_jax.settings import SamplingKind
-from openjet_jax.state import CycleInfo, DecodeState, Request
+from openjet_jax.state import CycleInfo, DecodeState, MtpRows, Request
 from openjet_jax.weights import Weights
 
 
@@ -98,10 +98,10 @@ def cycle(
         true_hidden = jnp.concatenate([before[None], hidden[:-1]])
         caught_up = jnp.concatenate([rows[:1], emitted[:-1]])
         if max_depth == 0:
-            live = row < num_tokens
-            mtp_kv = model.mtp_fill(
-                caught_up, true_hidden, start, live, state.mtp_kv, weights, config
+            entries = MtpRows(
+                tokens=caught_up, hidden=true_hidden, start=start, live=row < num_tokens
             )
+            mtp_kv = model.mtp_fill(entries, state.mtp_kv, weights, config)
             return replace(state, mtp_kv=mtp_kv, num_drafts=jnp.int32(0)), info
         depth = _next_depth(state.request, info, max_depth)
         state = _draft(weights, state, caught_up, true_hidden, num_tokens, depth, config, kind)
@@ -168,7 +168,8 @@ def _draft(
     def step(i, carry):
         tokens, hidden, start, newest, drafts, kv = carry
         live = row < newest + jnp.minimum(depth, 1)
-        out, kv = model.mtp_block(tokens, hidden, start, live, kv, weights, config, continues=i > 0)
+        entries = MtpRows(tokens=tokens, hidden=hidden, start=start, live=live)
+        out, kv = model.mtp_block(entries, kv, weights, config, continues=i > 0)
         out = lax.dynamic_index_in_dim(out, newest, keepdims=False)
         with jax.named_scope("draft_head"):
             token = choose_draft(

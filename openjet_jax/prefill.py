@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from openjet_jax.architectures import architecture_of
 from openjet_jax.config import ModelConfig
 from openjet_jax.draft_vocabulary import full_head, hold
-from openjet_jax.state import DecodeState, KVCache
+from openjet_jax.state import DecodeState, KVCache, MtpRows
 from openjet_jax.weights import Weights, project
 
 
@@ -46,8 +46,10 @@ def prefill(
         mtp_kv = state.mtp_kv
         if mtp_kv is not None:
             before = jnp.concatenate([state.hidden[None], hidden[:-1]])
-            live = index[:-1] < count
-            mtp_kv = model.mtp_fill(tokens[:-1], before, start, live, mtp_kv, weights, config)
+            entries = MtpRows(
+                tokens=tokens[:-1], hidden=before, start=start, live=index[:-1] < count
+            )
+            mtp_kv = model.mtp_fill(entries, mtp_kv, weights, config)
     at = jnp.where(index <= count, start + index, state.tokens.shape[0])
     state = replace(
         state,
@@ -87,6 +89,7 @@ def mtp_chunk(
     """
     assert weights.mtp is not None
     model, live = architecture_of(config), jnp.arange(tokens.shape[0]) < count
-    out, kv = model.mtp_block(tokens, hidden, start, live, kv, weights, config)
+    entries = MtpRows(tokens=tokens, hidden=hidden, start=start, live=live)
+    out, kv = model.mtp_block(entries, kv, weights, config)
     features = model.mtp_features(weights, config, out)
     return kv, project(features, full_head(weights, weights.mtp))

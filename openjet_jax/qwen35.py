@@ -21,7 +21,7 @@ from openjet_jax.config import DecodeConfig, Qwen35Config
 from openjet_jax.deltanet import deltanet
 from openjet_jax.layer_loop import run_layers
 from openjet_jax.layers import add_and_norm, draft_embedding, feed_forward, rms_norm
-from openjet_jax.state import KVCache, RecurrentState, kv_cache, recurrent_state
+from openjet_jax.state import KVCache, MtpRows, RecurrentState, kv_cache, recurrent_state
 from openjet_jax.weights import LayerInput, Qwen35MtpWeights, Qwen35Weights, project
 
 type Caches = tuple[RecurrentState, KVCache]
@@ -99,30 +99,28 @@ mtp_features = features
 
 
 def _inputs(
-    tokens: Int[Array, " rows"],
-    hidden: Float[Array, "rows hidden"],
-    weights: Qwen35Weights,
-    config: Qwen35Config,
-) -> tuple[Qwen35MtpWeights, Float[Array, "rows hidden"], Float[Array, "rows hidden"] | LayerInput]:
-    """Returns the block, its residual stream (from embedding and hidden row), and that normed."""
+    rows: MtpRows, weights: Qwen35Weights, config: Qwen35Config
+) -> tuple[
+    Qwen35MtpWeights,
+    Float[Array, "rows hidden"],
+    Float[Array, "rows hidden"] | LayerInput,
+    Window,
+]:
+    """Returns the block, its residual stream, that normed, and where in its cache the rows go.
+
+    The stream comes from embedding and hidden row; the cache has no entry of position 0.
+    """
     mtp = weights.mtp
     assert mtp is not None and mtp.attention.norm is not None
-    embedded = draft_embedding(tokens, weights, config.eps)
-    both = jnp.concatenate([embedded, rms_norm(hidden, mtp.hidden_norm, config.eps)], -1)
+    embedded = draft_embedding(rows.tokens, weights, config.eps)
+    both = jnp.concatenate([embedded, rms_norm(rows.hidden, mtp.hidden_norm, config.eps)], -1)
     joined, norm, readers = project(both, mtp.join), mtp.attention.norm, mtp.attention.readers
-    return mtp, *add_and_norm(joined, jnp.zeros_like(joined), norm, 0, config.eps, readers)
-
-
-def _window(start: Int[Array, ""], live: Bool[Array, " rows"]) -> Window:
-    """Returns the window of the block's cache, which has no entry of position 0."""
-    return window(start, live, first=1)
+    y, h = add_and_norm(joined, jnp.zeros_like(joined), norm, 0, config.eps, readers)
+    return mtp, y, h, window(rows.start, rows.live, first=1)
 
 
 def mtp_block(
-    tokens: Int[Array, " rows"],
-    hidden: Float[Array, "rows hidden"],
-    start: Int[Array, ""],
-    live: Bool[Array, " rows"],
+    rows: MtpRows,
     kv: KVCache,
     weights: Qwen35Weights,
     config: Qwen35Config,
@@ -131,22 +129,19 @@ def mtp_block(
 ) -> tuple[Float[Array, "rows hidden"], KVCache]:
     """Returns the block's normed output rows, and its cache."""
     del continues
-    mtp, y, h = _inputs(tokens, hidden, weights, config)
-    out, kv = attention(h, 0, kv, mtp.attention, _window(start, live), config)
+    mtp, y, h, at = _inputs(rows, weights, config)
+    out, kv = attention(h, 0, kv, mtp.attention, at, config)
     y, h = add_and_norm(y, out, mtp.ffn.norm, 0, config.eps, mtp.ffn.readers)
     y = y + feed_forward(h, mtp.ffn, 0)
     return rms_norm(y, mtp.head_norm, config.eps), kv
 
 
 def mtp_fill(
-    tokens: Int[Array, " rows"],
-    hidden: Float[Array, "rows hidden"],
-    start: Int[Array, ""],
-    live: Bool[Array, " rows"],
+    rows: MtpRows,
     kv: KVCache,
     weights: Qwen35Weights,
     config: Qwen35Config,
 ) -> KVCache:
     """Returns the block's cache with entries for the live rows, outputs not computed."""
-    mtp, _, h = _inputs(tokens, hidden, weights, config)
-    return attention_fill(h, 0, kv, mtp.attention, _window(start, live), config)
+    mtp, _, h, at = _inputs(rows, weights, config)
+    return attention_fill(h, 0, kv, mtp.attention, at, config)

@@ -41,7 +41,7 @@ from openjet_jax.sparse_attention import (
     index,
     sparse_cache,
 )
-from openjet_jax.state import KVCache
+from openjet_jax.state import KVCache, MtpRows
 from openjet_jax.streams import add_to_streams, mix, stream_norm
 from openjet_jax.weights import project
 
@@ -173,12 +173,7 @@ def mtp_features(
 
 
 def _inputs(
-    tokens: Int[Array, " rows"],
-    hidden: Float[Array, "rows width"],
-    start: Int[Array, ""],
-    live: Bool[Array, " rows"],
-    weights: Qwen4ExpWeights,
-    config: Qwen4ExpConfig,
+    rows: MtpRows, weights: Qwen4ExpWeights, config: Qwen4ExpConfig
 ) -> tuple[Qwen4ExpMtpWeights, Float[Array, "rows width"], Window]:
     """Returns the block, its streams, and where in its cache the rows go.
 
@@ -186,22 +181,20 @@ def _inputs(
     """
     mtp = weights.mtp
     assert mtp is not None
-    shape = (tokens.shape[0], config.streams, config.hidden)
+    hidden, shape = rows.hidden, (rows.tokens.shape[0], config.streams, config.hidden)
     if config.mtp_norm == "joint":
         normed = rms_norm(hidden, mtp.hidden_norm, config.eps).reshape(shape)
     else:
         normed = stream_norm(hidden, mtp.hidden_norm, config)
-    embedded = draft_embedding(tokens, weights, config.eps)
+    embedded = draft_embedding(rows.tokens, weights, config.eps)
     both = jnp.concatenate([jnp.broadcast_to(embedded[:, None], shape), normed], -1)
     x = project(both.reshape(-1, 2 * config.hidden), mtp.join).reshape(hidden.shape)
-    return mtp, x, window(start if config.mtp_position == "token" else start - 1, live)
+    own = config.mtp_position == "token"
+    return mtp, x, window(rows.start if own else rows.start - 1, rows.live)
 
 
 def mtp_block(
-    tokens: Int[Array, " rows"],
-    hidden: Float[Array, "rows width"],
-    start: Int[Array, ""],
-    live: Bool[Array, " rows"],
+    rows: MtpRows,
     kv: KVCache,
     weights: Qwen4ExpWeights,
     config: Qwen4ExpConfig,
@@ -209,7 +202,7 @@ def mtp_block(
     continues: Bool[Array, ""] | None = None,
 ) -> tuple[Float[Array, "rows width"], KVCache]:
     """Returns the block's streams, and its cache."""
-    mtp, x, at = _inputs(tokens, hidden, start, live, weights, config)
+    mtp, x, at = _inputs(rows, weights, config)
     h, iota = mix(x, mtp.mixer_streams, 0, config)
     attend = _attend(h, 0 if config.mtp_sparse else None, mtp.indexer, config, continues)
     y, kv = attention(h, 0, kv, mtp.attention, at, config, attend)
@@ -220,16 +213,13 @@ def mtp_block(
 
 
 def mtp_fill(
-    tokens: Int[Array, " rows"],
-    hidden: Float[Array, "rows width"],
-    start: Int[Array, ""],
-    live: Bool[Array, " rows"],
+    rows: MtpRows,
     kv: KVCache,
     weights: Qwen4ExpWeights,
     config: Qwen4ExpConfig,
 ) -> KVCache:
     """Returns the block's cache with entries for the live rows, outputs not computed."""
-    mtp, x, at = _inputs(tokens, hidden, start, live, weights, config)
+    mtp, x, at = _inputs(rows, weights, config)
     h, _ = mix(x, mtp.mixer_streams, 0, config)
     kv = attention_fill(h, 0, kv, mtp.attention, at, config)
     if config.mtp_sparse:

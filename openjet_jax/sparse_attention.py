@@ -7,13 +7,12 @@ block's four, at the block's first position. Block keys outlive rollbacks; see `
 from dataclasses import replace
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from openjet_jax.attention_layers import Window
-from openjet_jax.config import MAX_DEPTH, DecodeConfig, Pooling, Qwen4ExpConfig
+from openjet_jax.config import DecodeConfig, Pooling, Qwen4ExpConfig
 from openjet_jax.layers import rms_norm, rotate
 from openjet_jax.qwen4exp_weights import IndexerWeights
 from openjet_jax.state import KVCache, kv_cache, put_rows
@@ -33,21 +32,18 @@ from pallas_kernels.sparse_attention import (
     sparse_attention_reference,
 )
 
-LATER = -(-(MAX_DEPTH - 1) // POSITIONS)
-"""Most blocks that drafts behind the first one complete."""
-
 
 class Chosen(eqx.Module):
-    """The blocks that one row selected, and which of them count.
+    """What one row attended to.
 
     Attributes:
       blocks, counted: as from `selection`.
-      complete: blocks that the row saw complete; later ones it could not choose.
+      position: of the row, the last that it saw.
     """
 
     blocks: Int[Array, " selected"]
     counted: Bool[Array, " selected"]
-    complete: Int[Array, ""]
+    position: Int[Array, ""]
 
 
 class SparseCache(KVCache):
@@ -57,7 +53,7 @@ class SparseCache(KVCache):
       raw: index keys by position, without norm and rotation.
       pooled: block keys in float32, then scratch rows that nothing reads.
       retained: leading blocks whose keys are valid, the same for all layers.
-      chosen: blocks of the first of a run of drafts, where all of them read those; else None.
+      chosen: what the first of a run of drafts attended to, where all attend to that; else None.
       pooling: how block keys are maintained.
     """
 
@@ -105,7 +101,7 @@ def sparse_cache(
       decode: context, cache format, and how block keys are maintained.
       layers: attention layers.
       sparse_layers: how many of them are sparse.
-      choose_once: whether a run of drafts reads the blocks that its first row selects.
+      choose_once: whether a run of drafts attends to what its first row selects.
     """
     kv = kv_cache(config, decode, layers)
     if not sparse_layers:
@@ -116,7 +112,7 @@ def sparse_cache(
         chosen = Chosen(
             blocks=jnp.zeros(selected, jnp.int32),
             counted=jnp.zeros(selected, jnp.bool_),
-            complete=jnp.int32(0),
+            position=jnp.int32(0),
         )
     # They are a small part of the cache, and choose what is read of the rest.
     index_dtype = jnp.dtype("bfloat16" if decode.kv_dtype == Q8_0 else decode.kv_dtype)
@@ -224,39 +220,20 @@ def attend_sparse(
     def select():
         return selection(h, layers[1], kv, weights, at, config)
 
-    if kv.chosen is None or continues is None:
+    first, positions = kv.chosen, at.positions
+    if first is None or continues is None:
         blocks, counted = select()
     else:
-        first = kv.chosen
-        blocks, counted = lax.cond(
-            continues, lambda: _of_first(first, at), lambda: _room(*select())
+        shape = (positions.shape[0], first.blocks.shape[0])
+        again = jnp.broadcast_to(first.blocks, shape), jnp.broadcast_to(first.counted, shape)
+        blocks, counted = lax.cond(continues, lambda: again, select)
+        positions = jnp.where(continues & at.live, first.position, positions)
+        newest = jnp.argmax(positions)
+        kv = replace(
+            kv,
+            chosen=Chosen(
+                blocks=blocks[newest], counted=counted[newest], position=positions[newest]
+            ),
         )
-        kv = replace(kv, chosen=_choice(first, blocks, counted, at, continues))
-    out = sparse_attention_reference(q, kv.k, kv.v, layers[0], blocks, counted, at.positions)
+    out = sparse_attention_reference(q, kv.k, kv.v, layers[0], blocks, counted, positions)
     return out, kv
-
-
-def _room(blocks: Array, counted: Array) -> tuple[Array, Array]:
-    """Returns a selection with room for the blocks that drafts complete."""
-    more = ((0, 0), (0, LATER))
-    return jnp.pad(blocks, more), jnp.pad(counted, more)
-
-
-def _of_first(first: Chosen, at: Window) -> tuple[Array, Array]:
-    """Returns the first draft's selection for its successors, with the blocks completed since."""
-    later = first.complete + jnp.arange(LATER)
-    blocks = jnp.concatenate([first.blocks, later])
-    counted = jnp.concatenate([first.counted, later < at.end // POSITIONS])
-    shape = (at.positions.shape[0], blocks.shape[0])
-    return jnp.broadcast_to(blocks, shape), jnp.broadcast_to(counted, shape)
-
-
-def _choice(
-    first: Chosen, blocks: Array, counted: Array, at: Window, continues: Bool[Array, ""]
-) -> Chosen:
-    """Returns what later drafts read: the newest row's choice, or still that of the first."""
-    newest, size = jnp.argmax(at.positions), first.blocks.shape[0]
-    own = Chosen(
-        blocks=blocks[newest, :size], counted=counted[newest, :size], complete=at.end // POSITIONS
-    )
-    return jax.tree.map(lambda old, new: jnp.where(continues, old, new), first, own)

@@ -88,6 +88,22 @@ class RecurrentState(eqx.Module):
         return replace(self, start=num_rows, num_pending=num_rows)
 
 
+class MtpRows(eqx.Module):
+    """Consecutive positions that the MTP block takes.
+
+    Attributes:
+      tokens: token of each row's position.
+      hidden: trunk output (or, between drafts, the block's own) of the position before.
+      start: position of the first row.
+      live: rows that count.
+    """
+
+    tokens: Int[Array, " rows"]
+    hidden: Float[Array, "rows hidden"]
+    start: Int[Array, ""]
+    live: Bool[Array, " rows"]
+
+
 class Request(eqx.Module):
     """What the current request asks of the device; changing any of it compiles nothing.
 

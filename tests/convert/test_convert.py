@@ -318,9 +318,16 @@ def test_a_type_that_no_format_holds_is_refused_with_the_name_of_its_tensor(tmp_
     assert os.listdir(tmp_path) == []
 
 
-def test_a_split_file_gives_the_same_weights_and_every_part_is_named(tmp_path):
-    reader = gguf.GGUFReader(SMALL)
-    writer = gguf.GGUFWriter(tmp_path / "parts.gguf", "qwen35", split_max_tensors=12)
+@pytest.mark.parametrize(
+    ("architecture", "source"),
+    [("qwen35", SMALL), ("qwen4exp", ROOT / "tests/data/golden_qwen4exp/q8_0_dense.gguf")],
+    ids=["qwen35", "qwen4exp"],
+)
+def test_a_split_file_gives_the_same_weights_and_every_part_is_named(
+    tmp_path, architecture, source
+):
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(tmp_path / "parts.gguf", architecture, split_max_tensors=12)
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":
             kind = field.types[0]
@@ -335,7 +342,7 @@ def test_a_split_file_gives_the_same_weights_and_every_part_is_named(tmp_path):
     writer.close()
     parts = sorted(tmp_path.glob("*.gguf"))
     assert len(parts) > 2
-    whole = read_config(convert(SMALL, tmp_path / "whole"))
+    whole = read_config(convert(source, tmp_path / "whole"))
     split = read_config(convert(parts[1], tmp_path / "split"))
     assert split.tensors == whole.tensors
     assert [file["name"] for file in split.provenance["files"]] == [p.name for p in parts]

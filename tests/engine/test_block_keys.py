@@ -337,9 +337,9 @@ def without_catching_up(monkeypatch) -> None:
     """Leaves the provisional rows of accepted drafts in the MTP block's cache."""
     block = qwen4exp.mtp_block
 
-    def newest_alone(tokens, hidden, start, live, *args, **kwargs):
-        live = live & (jnp.arange(ROWS) == jnp.sum(live) - 1)
-        return block(tokens, hidden, start, live, *args, **kwargs)
+    def newest_alone(rows, *args, **kwargs):
+        live = rows.live & (jnp.arange(ROWS) == jnp.sum(rows.live) - 1)
+        return block(dataclasses.replace(rows, live=live), *args, **kwargs)
 
     monkeypatch.setattr(qwen4exp, "mtp_block", newest_alone)
 

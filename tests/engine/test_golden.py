@@ -4,7 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-from golden import case, greedy, names, relative_rms
+from golden import SPECULATING, case, greedy, names, relative_rms
+
+from openjet_jax.compiled import Programs
 
 # Plain float32 arithmetic reaches 2e-6 on these models; a wrong constant costs 1e-2 or more.
 BOUND = 1e-5
@@ -105,6 +107,31 @@ def test_prompts_around_a_chunk_border_give_the_golden_states(count):
     assert relative_rms(history, z[f"len{count}_conv_state"]) < BOUND
     expected = z[f"len{count}_greedy"].tolist()
     assert greedy(model, z["tokens"][:count], 3, len(expected))[0] == expected
+
+
+@pytest.mark.parametrize("architecture", SPECULATING)
+def test_a_cache_of_bfloat16_stays_close_and_speculation_changes_nothing_on_it(architecture):
+    """The bounds are those that the golden files set for activations of this type."""
+    exact = case(SPECULATING[architecture], architecture)
+    z, ids = exact.answers, exact.answers["tokens"]
+    decode = dataclasses.replace(exact.programs.decode, kv_dtype="bfloat16")
+    programs = Programs(exact.config, decode, exact.weights, exact.programs.store)
+    model = dataclasses.replace(exact, programs=programs)
+    state, hidden = read_all(model, ids)
+    assert all(plane.dtype == "bfloat16" for plane in state.kv.planes().values())
+    logits = np.asarray(programs.logits(192)(model.weights, hidden), np.float64)
+    at = z.get("logit_rows", np.arange(len(ids)))
+    golden, ours = (log_softmax(x) for x in (z["logits"].astype(np.float64), logits[at]))
+    divergence = (np.exp(golden) * (golden - ours)).sum(-1)
+    assert 1e-9 < np.median(divergence) < 5e-4
+    assert np.quantile(divergence, 0.9) < 5e-3 and divergence.mean() < 3e-2
+    texts = [greedy(model, ids, depth, 24)[0] for depth in (0, 1, 3, 5)]
+    assert all(text == texts[0] for text in texts)
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
 def test_a_wrong_constant_is_seen():

@@ -88,7 +88,8 @@ def test_what_a_session_does_next_changes_no_stored_prefix():
     adopted.truncate(10)
     adopted.append([5])
     answer(adopted)
-    assert all(np.array_equal(a, b.trunk["k"]) for a, b in zip(before, prefix.blocks, strict=True))
+    after = [np.array(block.trunk["k"]) for block in prefix.blocks]
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
     ours.append([7])
     again = sharing(cache)
     again.append(ours.ids)

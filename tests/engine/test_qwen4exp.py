@@ -10,15 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import case, fixed, greedy, names, relative_rms
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pooling_reference import rows_of
 from test_cycle import ask, cycle
 
 from openjet_jax import qwen4exp, sparse_attention
 from openjet_jax.compiled import Programs
-from openjet_jax.config import ROWS, Pooling
+from openjet_jax.config import MAX_DEPTH, PADDINGS, ROWS, Pooling
 from openjet_jax.cycle import cycle as run_cycle
+from openjet_jax.prefill import mtp_chunk
 from openjet_jax.settings import Sampling, SamplingKind
 from pallas_kernels.pooled_keys import update_list
 
@@ -297,12 +296,11 @@ def test_scripted_windows_and_rollbacks_follow_the_golden_trace(name):
     assert relative_rms(np.asarray(jnp.stack(logits)) @ head.T, z["win_logits"]) < BOUND
 
 
-VARIANTS = {
-    "exact lists": Pooling(padding=0),
-    "sixteen rows": Pooling(padding=16),
-    "fillers stored": Pooling(rewrite_fillers=True),
-    "nothing retained": Pooling(retention=False),
-}
+POOLINGS = [
+    Pooling(padding=padding, retention=retention)
+    for padding in PADDINGS
+    for retention in (True, False)
+] + [Pooling(rewrite_fillers=True)]
 
 
 @functools.cache
@@ -321,91 +319,75 @@ def continued(name: str, pooling: Pooling, depth: int):
     return tokens, np.asarray(kv.pooled)[:, : length // 4]
 
 
-@pytest.mark.parametrize("name", ["f32_mtp"])
-def test_text_is_the_same_at_every_depth_and_however_block_keys_are_maintained(name):
-    tokens, pooled = continued(name, Pooling(), 0)
-    for depth in range(1, 6):
-        others, keys = continued(name, Pooling(), depth)
-        assert others == tokens
-        same = min(pooled.shape[1], keys.shape[1])
-        assert np.array_equal(pooled[:, :same].view(np.uint32), keys[:, :same].view(np.uint32))
-    for pooling in VARIANTS.values():
-        others, keys = continued(name, pooling, 3)
+@pytest.mark.parametrize("pooling", POOLINGS, ids=str)
+def test_text_is_the_same_at_every_depth_and_however_block_keys_are_maintained(pooling):
+    tokens, pooled = continued("f32_mtp", Pooling(), 0)
+    for depth in range(MAX_DEPTH + 1):
+        others, keys = continued("f32_mtp", pooling, depth)
         assert others == tokens
         same = min(pooled.shape[1], keys.shape[1])
         assert np.array_equal(pooled[:, :same].view(np.uint32), keys[:, :same].view(np.uint32))
 
 
-def committed(state, config) -> dict[str, np.ndarray]:
-    """Returns everything a committed position left behind, once nothing is pending before it."""
-    n, start = int(state.length), int(state.recurrent.start)
-    recurrent = state.recurrent
-    parts = {
-        "delta": recurrent.delta,
-        "history": recurrent.window[:, start : start + config.history],
-        "ngrams": recurrent.ngrams[start : start + config.ngram_history],
-        "ids": recurrent.ids[start : start + config.ngram - 1],
-        "hidden": state.hidden,
-        "k": state.kv.k[:, :n],
-        "v": state.kv.v[:, :n],
-        "raw": state.kv.raw[:, :n],
-        "pooled": state.kv.pooled[:, : n // 4],
-        "retained": state.kv.retained,
-        "tokens": state.tokens[: n + 1],
-        "mtp_k": state.mtp_kv.k[:, :n],
-        "mtp_raw": state.mtp_kv.raw[:, :n],
-        "mtp_pooled": state.mtp_kv.pooled[:, : n // 4],
-    }
-    return {name: np.array(part) for name, part in parts.items()}
+READINGS: dict[str, dict[str, Any]] = {
+    "stream": {"mtp_norm": "stream"},
+    "prev": {"mtp_position": "hidden"},
+    "dense": {"mtp_sparse": False},
+    "stream_dense": {"mtp_norm": "stream", "mtp_sparse": False},
+    "reuse": {"mtp_selection": "first"},
+}
+"""How implementations read the MTP block differently, as the golden files name it."""
 
 
-def poisoned(state):
-    """Returns the state with NaN wherever only rejected or future rows could have read."""
-    n = int(state.length)
-
-    def spoil(kv):
-        at = np.arange(kv.k.shape[1])
-        rows = {name: np.array(plane) for name, plane in kv.planes().items()}
-        for plane in rows.values():
-            plane[:, at >= n] = np.nan
-        pooled = np.array(kv.pooled)
-        pooled[:, n // 4 :] = np.nan
-        spoilt = {name: jnp.asarray(plane) for name, plane in rows.items()}
-        return dataclasses.replace(kv, **spoilt, pooled=jnp.asarray(pooled))
-
-    return dataclasses.replace(state, kv=spoil(state.kv), mtp_kv=spoil(state.mtp_kv))
+def reading(model, name: str) -> Any:
+    """Returns a case whose MTP block is read in another way."""
+    config = dataclasses.replace(model.config, **READINGS[name])
+    return dataclasses.replace(
+        model,
+        config=config,
+        programs=Programs(config, model.programs.decode, model.weights, model.programs.store),
+    )
 
 
-@functools.cache
-def one_by_one(name: str, count: int):
-    model = load(name)
-    state, text, states = started(model, 0), [], {}
-    for _ in range(count):
-        state, info = cycle(model, state)
-        text.append(int(info.tokens[0]))
-        states[int(state.length)] = committed(state, model.config)
-    return text, states
+@pytest.mark.parametrize("name", DRAFTING)
+def test_other_readings_of_the_mtp_block_give_the_golden_logits(name):
+    plain = load(name)
+    z, (size,) = plain.answers, plain.programs.decode.chunks
+    rows, count = z["rows"], len(z["tokens"])
+    _, streams = read(plain, z["tokens"])
+    zeros = np.zeros((1, plain.config.width), np.float32)
+    before = np.concatenate([zeros, np.asarray(streams)[:-1]])
+    for key in READINGS:
+        if key == "reuse":
+            continue
+        model = reading(plain, key)
+        kv = qwen4exp.initial_mtp_cache(model.config, model.programs.decode)
+        run = jax.jit(functools.partial(mtp_chunk, config=model.config))
+        ids = padded(z["tokens"], size)
+        _, logits = run(model.weights, kv, ids, before, np.int32(0), np.int32(count))
+        at = rows[rows >= 1] if key == "prev" else rows
+        assert relative_rms(np.asarray(logits)[at], z[f"mtp_{key}_logits"]) < BOUND, key
+        standard = np.asarray(logits)[z.get("logit_rows", np.arange(count))]
+        different = relative_rms(standard, z["mtp_logits"]) > 100 * BOUND
+        assert different or (key == "dense" and not plain.config.mtp_sparse), key
 
 
-@settings(max_examples=12, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=4))
-def test_any_accepts_and_rollbacks_leave_the_bits_of_one_by_one_decoding(script):
-    """Each (good, bad) drafts right tokens, then wrong ones, onto a state full of NaN beyond."""
-    model = load("f32_mtp")
-    text, states = one_by_one("f32_mtp", 26)
-    state, done = started(model, 0), 0
-    for good, bad in script:
-        right = text[done : done + good]
-        wrong = [(t + 1) % 256 for t in text[done + good : done + good + bad]]
-        state, info = cycle(model, poisoned(state), (right + wrong)[:5])
-        assert int(info.accepted) == len(right)
-        done += int(info.num_tokens)
-        if done > 18:
-            break
-    state, _ = cycle(model, state)  # folds what the last cycle accepted
-    ours, theirs = committed(state, model.config), states[int(state.length)]
-    for name, part in theirs.items():
-        assert np.array_equal(ours[name].view(np.uint32), part.view(np.uint32)), name
+@pytest.mark.parametrize(
+    ("name", "key"), [("f32_mtp", "prev"), ("f32_mtp", "dense"), ("f32_mtp", "reuse")]
+)
+def test_other_readings_of_the_mtp_block_make_the_golden_drafts_and_the_same_text(name, key):
+    model = reading(load(name), key)
+    z, drafts, accepted, tokens = model.answers, [], [], []
+    state, info = own_drafts(model, started(model, 3), 3)
+    for _ in z[f"spec3_{key}_drafts"]:
+        tokens += info.tokens[: int(info.num_tokens)].tolist()
+        drafts.append(np.asarray(state.drafts)[: int(state.num_drafts)])
+        state, info = own_drafts(model, state, 3)
+        accepted.append(int(info.accepted))
+    assert np.array_equal(drafts, z[f"spec3_{key}_drafts"])
+    assert accepted == z[f"spec3_{key}_accepted"].tolist()
+    assert not np.array_equal(drafts, z["spec3_drafts"])
+    assert tokens[: len(z["greedy"])] == z["greedy"].tolist()[: len(tokens)]
 
 
 def test_with_everything_selected_sparse_attention_is_dense_attention():
