@@ -1,15 +1,18 @@
-"""Sessions of a small golden model, whose programs other tests have compiled already."""
+"""Sessions of small golden models, whose programs other tests have compiled already."""
 
 import functools
 
 import numpy as np
-from golden import CACHE, DECODE, case, relative_rms
+import pytest
+from golden import CACHE, DECODE, SPECULATING, case, relative_rms
+from states import folded
 
 import openjet_jax as oj
 from openjet_jax.config import DecodeConfig
 
-NAME = "q8_0"  # two DeltaNet layers, one attention layer, an MTP block
 BOUND = 1e-5
+
+BOTH = pytest.mark.parametrize("architecture", SPECULATING)
 
 PENALISED = oj.Sampling(
     temperature=0.9,
@@ -22,16 +25,17 @@ PENALISED = oj.Sampling(
 
 
 @functools.cache
-def model() -> oj.Model:
-    programs = case(NAME).programs
-    loaded = oj.load(CACHE / "checkpoints" / "qwen35" / NAME)
-    loaded.programs[DecodeConfig(context=DECODE.context)] = programs
+def model(architecture: str = "qwen35") -> oj.Model:
+    name = SPECULATING[architecture]
+    loaded = oj.load(CACHE / "checkpoints" / architecture / name)
+    loaded.programs[DecodeConfig(context=DECODE.context)] = case(name, architecture).programs
     return loaded
 
 
-def session(**settings) -> oj.Session:
+def session(architecture: str = "qwen35", **settings) -> oj.Session:
     """A session of 200 positions, with a checkpoint at least every 32."""
-    return oj.Session(model(), **{"context": DECODE.context, "checkpoint_every": 32, **settings})
+    settings = {"context": DECODE.context, "checkpoint_every": 32, **settings}
+    return oj.Session(model(architecture), **settings)
 
 
 def text(count: int, seed: int = 0) -> list[int]:
@@ -43,29 +47,20 @@ def answer(session: oj.Session, count: int = 16, **settings) -> list[int]:
     return session.generate(max_new_tokens=count, **settings).token_ids.tolist()
 
 
-def fresh(ids, count: int = 16, **settings) -> list[int]:
+def fresh(ids, count: int = 16, architecture: str = "qwen35", **settings) -> list[int]:
     """The answer of a session that reads these ids in one go."""
-    other = session()
+    other = session(architecture)
     other.append(ids)
     return answer(other, count, **settings)
 
 
 def parts(session: oj.Session) -> dict[str, np.ndarray]:
     """Everything that the committed positions left behind, once nothing is pending."""
-    config, state = session.model.config, session._memory.conversation.state
-    assert int(state.recurrent.num_pending) == 0
-    n, start = int(state.length), int(state.recurrent.start)
-    assert state.mtp_kv is not None
-    found = {
-        "delta": state.recurrent.delta,
-        "history": state.recurrent.window[:, start : start + config.history],
-        "hidden": state.hidden,
-        "k": state.kv.k[:, :n],
-        "v": state.kv.v[:, :n],
-        "mtp_k": state.mtp_kv.k[:, 1:n],
-        "mtp_v": state.mtp_kv.v[:, 1:n],
-    }
-    return {name: np.array(part) for name, part in found.items()}
+    state = session._memory.conversation.state
+    assert int(state.recurrent.num_pending) == 0 and state.mtp_kv is not None
+    found = folded(state, session.model.config)
+    del found["tokens"]
+    return found
 
 
 def assert_close(ours: oj.Session, theirs: oj.Session) -> None:

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sessions import answer, assert_close, assert_same_bits, fresh, session, text
+from sessions import BOTH, answer, assert_close, assert_same_bits, fresh, session, text
 
 import openjet_jax as oj
 from openjet_jax.prefix_cache import GRAIN, chain, root_of
 from pallas_kernels.attention import BLOCK
 
 
-def sharing(cache: oj.PrefixCache, key: str = "a", **settings) -> oj.Session:
-    return session(prefixes=cache, isolation_key=key, **settings)
+def sharing(cache: oj.PrefixCache, key: str = "a", architecture: str = "qwen35") -> oj.Session:
+    return session(architecture, prefixes=cache, isolation_key=key)
 
 
 def read(cache: oj.PrefixCache, ids: list[int], key: str = "a") -> oj.Session:
@@ -99,13 +99,14 @@ def test_what_a_session_does_next_changes_no_stored_prefix():
     assert_same_bits(ours, again)
 
 
-def test_a_published_session_is_taken_up_by_another_bit_for_bit():
+@BOTH
+def test_a_published_session_is_taken_up_by_another_bit_for_bit(architecture):
     cache = oj.PrefixCache()
-    ours = sharing(cache)
+    ours = sharing(cache, architecture=architecture)
     ours.append(text(60))
     answer(ours, 13)
     ours.publish()
-    theirs = sharing(cache)
+    theirs = sharing(cache, architecture=architecture)
     for each in (ours, theirs):
         each.replace([*ours.ids[:73], 1, 2])
         each.read()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sessions import (
+    BOTH,
     PENALISED,
     answer,
     assert_close,
@@ -78,11 +79,12 @@ def test_an_edit_reads_from_the_checkpoint_before_it():
     assert ours.read().reused == 70  # where the first edit began
 
 
+@BOTH
 @settings(max_examples=12, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 150), st.integers(1, 20)), min_size=1, max_size=4))
-def test_any_edits_leave_the_state_of_a_fresh_reading(edits):
+@given(edits=st.lists(st.tuples(st.integers(0, 150), st.integers(1, 20)), min_size=1, max_size=4))
+def test_any_edits_leave_the_state_of_a_fresh_reading(architecture, edits):
     """Each (at, count) cuts the history and appends, reading or generating in between."""
-    ours = session()
+    ours = session(architecture)
     ours.append(text(50))
     for i, (at, count) in enumerate(edits):
         ours.truncate(min(at, len(ours.ids)))
@@ -91,7 +93,7 @@ def test_any_edits_leave_the_state_of_a_fresh_reading(edits):
     ours.append([5])
     reuse = ours.read()
     assert reuse.reused + reuse.read == len(ours.ids)
-    theirs = session()
+    theirs = session(architecture)
     theirs.append(ours.ids)
     theirs.read()
     assert_close(ours, theirs)
@@ -128,9 +130,10 @@ def test_a_stop_string_leaves_the_history_that_was_reported():
     assert answer(ours) == answer(theirs)
 
 
+@BOTH
 @pytest.mark.parametrize("sampling", [oj.Sampling(), PENALISED], ids=["greedy", "penalised"])
-def test_an_answer_in_two_parts_is_the_answer_in_one(sampling):
-    ours, theirs = session(), session()
+def test_an_answer_in_two_parts_is_the_answer_in_one(architecture, sampling):
+    ours, theirs = session(architecture), session(architecture)
     for each in (ours, theirs):
         each.append(text(60))
     whole = answer(theirs, 40, sampling=sampling)

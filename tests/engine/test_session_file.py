@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import json
 import pathlib
@@ -15,7 +16,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from golden import CACHE, DECODE
-from sessions import PENALISED, answer, assert_same_bits, fresh, model, session, text
+from sessions import BOTH, PENALISED, answer, assert_same_bits, fresh, model, session, text
 
 import openjet_jax as oj
 from openjet_jax.compiled import Programs
@@ -28,18 +29,29 @@ SAMPLINGS = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> tuple[oj.Session, pathlib.Path]:
+@functools.cache
+def saved_session(folder: pathlib.Path, architecture: str) -> tuple[oj.Session, pathlib.Path]:
     """A session of three turns in the middle of an answer, and its file."""
-    ours = session()
+    ours = session(architecture)
     for seed in range(2):
         ours.append(text(40, seed=seed))
         answer(ours, 9)
     ours.append([1, 2, 3])
     answer(ours, 9, sampling=PENALISED)
-    path = tmp_path_factory.mktemp("saved") / "a.session"
+    path = folder / architecture / "a.session"
+    path.parent.mkdir()
     ours.save(path)
     return ours, path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture
+def saved(folder) -> tuple[oj.Session, pathlib.Path]:
+    return saved_session(folder, "qwen35")
 
 
 def refusal(path: pathlib.Path, **settings) -> str:
@@ -58,10 +70,11 @@ def rewritten(content: bytes, **changes) -> bytes:
     return preamble + new + content[PREAMBLE.size + size :]
 
 
+@BOTH
 @SAMPLINGS
-def test_a_restored_session_goes_on_bit_for_bit(saved, sampling):
-    ours, path = saved[0].fork(), saved[1]
-    theirs = oj.Session.restore(model(), path)
+def test_a_restored_session_goes_on_bit_for_bit(folder, architecture, sampling):
+    ours, path = saved_session(folder, architecture)
+    ours, theirs = ours.fork(), oj.Session.restore(model(architecture), path)
     assert theirs.ids == ours.ids and theirs.inspect().unread == 0
     more = [
         each.generate(
