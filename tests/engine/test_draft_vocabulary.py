@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import CACHE, DECODE, case, fixed
+from golden import CACHE, DECODE, case, fixed, names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,10 +39,10 @@ def full_head(weights) -> Packed:
 
 
 @functools.cache
-def listed(name: str):
+def listed(name: str, architecture: str = "qwen35", form: str = "same"):
     """Returns a golden case that drafts over `LISTED`."""
-    model = case(name)
-    weights = with_draft_head(model.weights, LISTED, model.config.vocab)
+    model = case(name, architecture)
+    weights = with_draft_head(model.weights, LISTED, model.config.vocab, form)
     programs = Programs(model.config, DECODE, weights, ProgramStore(CACHE))
     return dataclasses.replace(model, weights=weights, programs=programs)
 
@@ -153,10 +153,16 @@ def generated(model, sampling, depth=3, count=48):
     return [t for burst in bursts for t in burst.token_ids], conversation, prompt
 
 
+LISTING = [("qwen35", "q8_0", "same"), ("qwen4exp", "f32_mtp", "same")]
+if "iq4_mix" in names("qwen4exp"):  # in ../shared/golden; the small ones are too narrow
+    LISTING.append(("qwen4exp", "iq4_mix", "q4"))
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_draft_vocabulary_never_changes_text(sampling):
-    model = listed("q8_0")
-    plain, _, _ = generated(case("q8_0"), sampling, depth=0)
+@pytest.mark.parametrize(("architecture", "name", "form"), LISTING)
+def test_a_draft_vocabulary_never_changes_text(architecture, name, form, sampling):
+    model = listed(name, architecture, form)
+    plain, _, _ = generated(case(name, architecture), sampling, depth=0)
     for depth in (1, 3, 5):
         text, conversation, prompt = generated(model, sampling, depth)
         assert text == plain
