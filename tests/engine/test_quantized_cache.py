@@ -5,8 +5,8 @@ import functools
 
 import jax
 import numpy as np
-from golden import CACHE, DECODE, Case, case, greedy
-from sessions import NAME, answer, text
+from golden import CACHE, DECODE, SPECULATING, Case, case, greedy
+from sessions import answer, text
 
 import openjet_jax as oj
 from openjet_jax.checkpoint import read_config
@@ -14,7 +14,7 @@ from openjet_jax.compiled import Programs, ProgramStore
 from openjet_jax.config import DecodeConfig
 from openjet_jax.memory import memory_plan
 
-DTYPE = "q8_0"
+NAME, DTYPE = SPECULATING["qwen35"], "q8_0"
 MEAN_KL, LARGEST_KL, MARGIN = 5e-5, 2e-3, 0.05
 """Bounds on what q8_0 does to a distribution, in nats; and the lead of the most probable token, in
 log-probability, from which on it must stay the most probable."""
