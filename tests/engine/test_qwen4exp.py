@@ -235,7 +235,7 @@ def test_draft_rows_are_the_golden_ones(name, monkeypatch):
     """Logits of drafts show small mistakes of the MTP cache before tokens do."""
     model = load(name)
     z, found = model.answers, []
-    module = importlib.import_module("openjet_jax.cycle")  # the package has a function `cycle`
+    module = importlib.import_module("openjet_jax.head_choice")
     inner = module.draft_logits
 
     def recorded(*args):
