@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import pathlib
 
 import numpy as np
@@ -67,10 +68,16 @@ def names(architecture: str = "qwen35") -> list[str]:
     return sorted(path.stem for path in folder(architecture).glob("*.gguf"))
 
 
+def checkpoint_of(name: str, architecture: str) -> pathlib.Path:
+    """Where `case` leaves a model's checkpoint; processes that test side by side have their own."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+    return CACHE / "checkpoints" / worker / architecture / name
+
+
 @functools.cache
 def case(name: str, architecture: str = "qwen35") -> Case:
     source = folder(architecture)
-    target = CACHE / "checkpoints" / architecture / name
+    target = checkpoint_of(name, architecture)
     convert_gguf(source / f"{name}.gguf", target, force=True, quiet=True)
     config, weights = load_weights(target)
     answers = dict(np.load(source / f"{name}.npz"))

@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from golden import CACHE, DECODE, SPECULATING, case, relative_rms
+from golden import DECODE, SPECULATING, case, checkpoint_of, relative_rms
 from states import folded
 
 import openjet_jax as oj
@@ -27,8 +27,9 @@ PENALISED = oj.Sampling(
 @functools.cache
 def model(architecture: str = "qwen35") -> oj.Model:
     name = SPECULATING[architecture]
-    loaded = oj.load(CACHE / "checkpoints" / architecture / name)
-    loaded.programs[DecodeConfig(context=DECODE.context)] = case(name, architecture).programs
+    programs = case(name, architecture).programs
+    loaded = oj.load(checkpoint_of(name, architecture))
+    loaded.programs[DecodeConfig(context=DECODE.context)] = programs
     return loaded
 
 

@@ -5,7 +5,7 @@ import functools
 
 import jax
 import numpy as np
-from golden import CACHE, DECODE, SPECULATING, Case, case, greedy
+from golden import CACHE, DECODE, SPECULATING, Case, case, checkpoint_of, greedy
 from sessions import answer, text
 
 import openjet_jax as oj
@@ -31,7 +31,7 @@ def quantized() -> Case:
 @functools.cache
 def model() -> oj.Model:
     programs = quantized().programs
-    loaded = oj.load(CACHE / "checkpoints" / "qwen35" / NAME)
+    loaded = oj.load(checkpoint_of(NAME, "qwen35"))
     loaded.programs[DecodeConfig(context=DECODE.context, kv_dtype=DTYPE)] = programs
     return loaded
 
