@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from openjet_jax.architectures import logits
 from openjet_jax.compiled import Programs, ProgramStore
-from openjet_jax.config import DecodeConfig
+from openjet_jax.config import MAX_DEPTH, DecodeConfig
 from openjet_jax.conversation import Conversation
+from openjet_jax.depth import DepthPolicy
 from openjet_jax.draft_vocabulary import (
     NUM_SLOTS,
     draft_logits,
@@ -160,7 +161,8 @@ if "iq4_mix" in names("qwen4exp"):  # in ../shared/golden; the small ones are to
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("architecture", "name", "form"), LISTING)
-def test_a_draft_vocabulary_never_changes_text(architecture, name, form, sampling):
+def test_a_draft_vocabulary_never_changes_text(architecture, name, form, sampling, monkeypatch):
+    monkeypatch.setattr(DepthPolicy, "max_depth", MAX_DEPTH)  # one program for all depths
     model = listed(name, architecture, form)
     plain, _, _ = generated(case(name, architecture), sampling, depth=0)
     for depth in (1, 3, 5):
