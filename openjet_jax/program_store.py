@@ -148,11 +148,18 @@ class ProgramStore:
         pool.shutdown(wait=False)
 
     def _recall(self) -> list[str]:
-        """Returns the keys that the last process needed first; a file of anything else is void."""
+        """Returns the keys that the last process needed first.
+
+        A file of anything else is void, and so is one of another environment: what was compiled
+        there must not be loaded here.
+        """
         try:
-            keys = json.loads(self._recent.read_text()) if self._recent else []
+            found = json.loads(self._recent.read_text()) if self._recent else None
         except (OSError, ValueError):
             return []
+        if not isinstance(found, dict) or found.get("environment") != environment():
+            return []
+        keys: Any = found.get("keys")
         named = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
         return keys[:MAX_RECENT] if named and all(key.isalnum() for key in keys) else []
 
@@ -162,7 +169,8 @@ class ProgramStore:
                 return
             self._used.append(key)
             if not set(self._used) <= set(self._recall()):
-                _replace(self._recent, json.dumps(self._used).encode())
+                recent = {"environment": environment(), "keys": self._used}
+                _replace(self._recent, json.dumps(recent).encode())
 
     def _read(self, key: str) -> bytes | None:
         """Returns a stored payload, or None where there is none; says so if it is damaged."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from golden import DECODE, case
 
-from openjet_jax import compiled
+from openjet_jax import compiled, program_store
 from openjet_jax.compiled import Programs, ProgramStore
 from openjet_jax.conversation import Conversation
 from openjet_jax.depth import parse_depth
@@ -155,6 +155,14 @@ def test_programs_that_the_last_process_needed_first_are_loaded_ahead(model, tmp
     assert again == ids and compiled_then == 0
     assert ahead == sorted(path.stem for path in tmp_path.glob("*.program"))
     assert not ProgramStore(tmp_path, "other")._ahead
+
+
+def test_programs_of_another_environment_are_not_loaded_ahead(model, tmp_path, monkeypatch):
+    Programs(model.config, DECODE, model.weights, ProgramStore(tmp_path, "name")).start()
+    assert len(ProgramStore(tmp_path, "name")._ahead) == 1
+    changed = program_store.environment() | {"jaxlib": "another"}
+    monkeypatch.setattr(program_store, "environment", lambda: changed)
+    assert not ProgramStore(tmp_path, "name")._ahead
 
 
 @pytest.mark.parametrize("content", ["", "{", "7", "[1]", '["../../etc/passwd"]', '["0", "1"]'])
