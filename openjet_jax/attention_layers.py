@@ -1,15 +1,17 @@
 """Attention layers from cache to cache, over the rows of a window."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from openjet_jax.config import ModelConfig
-from openjet_jax.layers import attention_inputs, attention_output, keys_and_values
+from openjet_jax.layers import attention_inputs, attention_output, keys_and_values, rotation
 from openjet_jax.state import KVCache
-from openjet_jax.weights import AttentionWeights, LayerInput, project
+from openjet_jax.weights import AttentionWeights, LayerInput, project, project_parts
 from pallas_kernels.attention import attention_reference
 
 
@@ -73,18 +75,59 @@ def attention[C: KVCache](
       attend: what the rows attend to.
     """
     assert weights is not None
+    if weights.kernels and attend is attend_to_all and _has_kernels(kv, at, config):
+        return _by_kernels(h, layer, kv, weights, at, config)
     q, gate, k, v = attention_inputs(h, weights, layer, at.positions, config)
     kv = kv.write(layer, at.start, k, v, at.live)
-    if weights.kernels and attend is attend_to_all:
-        # Mosaic takes a second to import, and only an sm_90 GPU needs it.
-        from pallas_kernels.attention_decode import attn_decode, fits
-
-        if fits(q, kv.k):
-            index = jnp.asarray(layer, jnp.int32)
-            gated = attn_decode(q, kv.k, kv.v, index, at.positions, at.end, gate, at.first)
-            return project(gated.reshape(gated.shape[0], -1), weights.out, layer), kv
     out, kv = attend(q, kv, layer, at)
     return attention_output(out, gate, weights, layer), kv
+
+
+def _has_kernels(kv: KVCache, at: Window, config: ModelConfig) -> bool:
+    """Returns whether a cycle's rows have kernels for these sizes and this format of a cache."""
+    # Mosaic takes a second to import, and only an sm_90 GPU needs it.
+    from pallas_kernels import attention_decode, attention_inputs
+
+    heads, rows = config.heads, at.live.shape[0]
+    q = jax.ShapeDtypeStruct((rows, heads, config.head_width), jnp.float32)
+    plain, pairs = type(kv) is KVCache, config.rotary // 2
+    return (
+        plain and attention_decode.fits(q, kv.k) and attention_inputs.fits(heads, kv.k, pairs, rows)
+    )
+
+
+def _by_kernels[C: KVCache](
+    h: Float[Array, "rows hidden"] | LayerInput,
+    layer,
+    kv: C,
+    weights: AttentionWeights,
+    at: Window,
+    config: ModelConfig,
+) -> tuple[Float[Array, "rows hidden"], C]:
+    """Returns what `attention` does, of a cycle's rows, by one kernel on each side of the cache."""
+    from pallas_kernels.attention_decode import attn_decode
+    from pallas_kernels.attention_inputs import attn_inputs
+
+    parts, index = project_parts(h, weights.readers, layer), jnp.asarray(layer, jnp.int32)
+    q, (k, v) = attn_inputs(
+        [part.rows for part in parts],
+        (weights.q_norm, weights.k_norm),
+        rotation(at.positions, config),
+        (kv.k, kv.v),
+        index,
+        at.positions,
+        heads=config.heads,
+        first=tuple(part.first for part in parts),
+        eps=config.eps,
+    )
+    # The rows of W_q are interleaved per head: the head's query, then its gate.
+    gate, width = parts[0], config.head_width
+    columns = gate.rows.shape[1], gate.first + width, 2 * width
+    gated = attn_decode(
+        q, k, v, index, at.positions, at.end, gate.rows, at.first, gate_columns=columns
+    )
+    out = project(gated.reshape(gated.shape[0], -1), weights.out, layer)
+    return out, replace(kv, k=k, v=v)
 
 
 def attention_fill[C: KVCache](

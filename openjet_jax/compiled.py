@@ -44,6 +44,9 @@ from openjet_jax.weights import Weights
 
 type Executable = Callable[..., Any]
 
+_NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
+"""Kernels start before the one before has ended in streams, but not in the CUDA graphs of XLA."""
+
 
 @dataclasses.dataclass(frozen=True)
 class CompileEvent:
@@ -90,6 +93,7 @@ class Programs:
         if store is None:
             store = ProgramStore(cache_directory() / "programs" if target is None else None)
         self.store = store
+        self._options = _NO_GRAPHS if weights.kernels else {}
         self.events: list[CompileEvent] = []
         self.cycle_times: dict[SamplingKind, CycleTime] = {}
         self._ready: dict[str, Future[Executable]] = {}
@@ -274,7 +278,7 @@ class Programs:
         # Once used, that cache looks at its switch no more until it is reset.
         compilation_cache.reset_cache()
         with enable_compilation_cache(False):
-            compiled = lowered.compile()
+            compiled = lowered.compile(compiler_options=self._options)
         compilation_cache.reset_cache()
         if self.store.directory is not None:
             self.store.write(key, serialize_executable.serialize(compiled)[0])

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from openjet_jax.config import ModelConfig
 from openjet_jax.state import RecurrentState
-from openjet_jax.weights import DeltaNetWeights, LayerInput, project, project_each
+from openjet_jax.weights import DeltaNetWeights, LayerInput, project, project_parts
 from pallas_kernels.deltanet_layer import (
     Gate,
     Inputs,
@@ -59,15 +60,21 @@ def deltanet[S: RecurrentState](
     """
     assert weights is not None
     sizes = layer_sizes(config, gate)
-    u, z, a, b = project_each(h, weights.readers, layer)
-    x = Inputs(u=u, z=z, a=a, b=b)
+    parts = project_parts(h, weights.readers, layer)
     parameters = Parameters(
         conv=weights.conv, dt_bias=weights.dt_bias, decay=weights.decay, norm=weights.gate_norm
     )
     memory = Memory(delta=state.delta, window=state.window, pending=state.pending)
-    run = gdn_prefill_reference if chunked else _decode_kernel(weights, sizes)
     counts = state.start, state.num_pending, num_live
-    out, memory = run(x, parameters, memory, layer, *counts, sizes)
+    run = None if chunked else _decode_kernel(weights, sizes)
+    if run is not None:
+        x, first = Inputs(*(part.rows for part in parts)), tuple(part.first for part in parts)
+        at = jnp.asarray(layer, jnp.int32)
+        out, memory = run(x, parameters, memory, at, *counts, sizes, first=first)
+    else:
+        run = gdn_prefill_reference if chunked else gdn_decode_reference
+        x = Inputs(*(part.columns for part in parts))
+        out, memory = run(x, parameters, memory, layer, *counts, sizes)
     state = replace(state, delta=memory.delta, window=memory.window, pending=memory.pending)
     return project(out, weights.out, layer), state
 
@@ -79,4 +86,4 @@ def _decode_kernel(weights: DeltaNetWeights, sizes: Sizes):
 
         if fits(sizes):
             return gdn_decode
-    return gdn_decode_reference
+    return None

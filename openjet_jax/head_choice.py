@@ -5,6 +5,7 @@ sm_90 GPU the head's product keeps the best token of a row, or the best value of
 log-sum-exp. Everything else, and every other device, computes logits and chooses from them.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -149,7 +150,8 @@ def _tiles(head: Tiled, rows: int) -> Any:
     from pallas_kernels.decode_blocks import BLOCKS
     from pallas_kernels.decode_cuts import default_tiles
 
-    return default_tiles(BLOCKS[head.formats[0]], *head.shape, rows=rows)
+    tiles = default_tiles(BLOCKS[head.formats[0]], *head.shape, rows=rows)
+    return dataclasses.replace(tiles, overlap=True)
 
 
 def head_choice(

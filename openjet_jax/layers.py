@@ -66,13 +66,21 @@ def rotate(
     2021); the angle is formed in float32. The other dimensions pass unchanged.
     """
     half = config.rotary // 2
+    cos, sin = (table[:, None] for table in rotation(positions, config))
+    left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin, rest], -1)
+
+
+def rotation(
+    positions: Int[Array, " rows"], config: ModelConfig
+) -> tuple[Float[Array, "rows pairs"], Float[Array, "rows pairs"]]:
+    """Returns cosine and sine of every row's and pair's angle, as `rotate` uses them."""
+    half = config.rotary // 2
     frequencies = jnp.asarray(
         [config.rope_theta ** (-2 * i / config.rotary) for i in range(half)], jnp.float32
     )
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
-    left, right, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin, rest], -1)
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 def draft_embedding(

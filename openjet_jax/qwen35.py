@@ -81,7 +81,8 @@ def trunk(
 
     # A block's output is added by the next one, together with its norm.
     x = weights.embedding.rows(tokens)
-    x, y, recurrent, kv = run_layers(kinds, (x, jnp.zeros_like(x), *caches), layer)
+    carry, unrolled = (x, jnp.zeros_like(x), *caches), weights.kernels and not chunked
+    x, y, recurrent, kv = run_layers(kinds, carry, layer, unrolled=unrolled)
     if chunked:
         recurrent = recurrent.committed(jnp.int32(0))
     return rms_norm(x + y, weights.final_norm, config.eps), (recurrent, kv)

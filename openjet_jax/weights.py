@@ -6,7 +6,7 @@ a layer loop is one program however deep the model. Nothing here knows where wei
 """
 
 import collections
-import itertools
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -140,7 +140,9 @@ class Tiled(eqx.Module):
         def run(index: int, slot) -> Array:
             at = jnp.reshape(jnp.asarray(slot, jnp.int32), 1)
             operands = (self.stacks[index], at, self.formats[index], epilogue, first)
-            return _prefill(x, *operands) if many else _decode(x, prepared, *operands)
+            if many:
+                return _prefill(x, *operands)
+            return _decode(x, prepared, *operands, known=isinstance(layer, int))
 
         return _by_format(run, self.table, len(self.stacks), layer)[: x.shape[0]]
 
@@ -149,9 +151,19 @@ class Tiled(eqx.Module):
 
 
 def _decode(
-    x: Array, prepared: Any, words: Array, layer: Array, name: str, epilogue, first: int
+    x: Array,
+    prepared: Any,
+    words: Array,
+    layer: Array,
+    name: str,
+    epilogue,
+    first: int,
+    known: bool,
 ) -> Array:
-    """Returns a product of at most 16 rows, padded to 8 or 16."""
+    """Returns a product of at most 16 rows, padded to 8 or 16.
+
+    Where the layer is known when compiling, weights are fetched before the kernel before has ended.
+    """
     from pallas_kernels.decode_blocks import BLOCKS
     from pallas_kernels.decode_cuts import default_tiles
     from pallas_kernels.decode_inputs import decode_inputs
@@ -164,6 +176,7 @@ def _decode(
         prepared = decode_inputs(x, block).activations
     outputs = words.shape[1] * 16 - first
     tiles = default_tiles(block, outputs, k, rows=padded)
+    tiles = dataclasses.replace(tiles, overlap=known)
     return decode_product(prepared, words, layer, block, tiles, epilogue, first=first)
 
 
@@ -228,18 +241,52 @@ def project_each(
       layer: position among the layers that have them; may be traced.
       skip: how many of the first ones are left out.
     """
+    parts = project_parts(x, weights, layer, skip=skip)
+    return [part.columns for part in parts]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one projection gave: some columns of what a product did.
+
+    Attributes:
+      rows: float32 [n, columns], of all projections that share the matrix.
+      first: the projection's first column.
+      width: its columns.
+    """
+
+    rows: Array
+    first: int
+    width: int
+
+    @property
+    def columns(self) -> Float[Array, "n width"]:
+        """The projection's own output."""
+        return self.rows[:, self.first : self.first + self.width]
+
+
+def project_parts(
+    x: Float[Array, "n k"] | LayerInput,
+    weights: Sequence[PartProjection],
+    layer: Int[Array, ""] | int = 0,
+    *,
+    skip: int = 0,
+) -> list[Part]:
+    """Returns what `project_each` does, for kernels that read columns where they are."""
     outputs, at = [], 0
     while at < len(weights):
         weight = weights[at]
-        parts = () if isinstance(weight, Within) else weight.parts
-        passed, at = max(0, skip - at), at + max(1, len(parts))
+        widths = () if isinstance(weight, Within) else weight.parts
+        passed, at = max(0, skip - at), at + max(1, len(widths))
         if at <= skip:
             continue
-        start = sum(parts[:passed])
+        start = sum(widths[:passed])
         # Kernels leave out whole units of 16 rows.
-        out = _product(x, weight, layer, first=start - start % 16)[:, start % 16 :]
-        ends = itertools.accumulate(parts[passed:-1])
-        outputs += jnp.split(out, list(ends), axis=-1)
+        out = _product(x, weight, layer, first=start - start % 16)
+        first = start % 16
+        for width in widths[passed:] or (out.shape[1] - first,):
+            outputs.append(Part(out, first, width))
+            first += width
     return outputs
 
 
@@ -428,6 +475,12 @@ class Weights(eqx.Module):
     attention: AttentionWeights | None
     head: Projection
     mtp: MtpWeights | None
+
+    @property
+    def kernels(self) -> bool:
+        """Whether a cycle's rows go through the kernels for an sm_90 GPU."""
+        mixers = (self.deltanet, self.attention)
+        return any(mixer.kernels for mixer in mixers if mixer is not None)
 
 
 class Qwen35MtpWeights(MtpWeights):

@@ -107,6 +107,7 @@ def fits(q: Float[Array, "rows heads width"], k: CachedRows) -> bool:
     return sizes_fit and (isinstance(k, Q8Rows) or k.dtype == jnp.bfloat16)
 
 
+@functools.partial(jax.jit, static_argnames=("first", "gate_columns"))
 def attn_decode(
     q: Float[Array, "rows heads width"],
     k: CachedRows,
@@ -114,8 +115,9 @@ def attn_decode(
     layer: Int[Array, ""],
     positions: Int[Array, " rows"],
     end: Int[Array, ""],
-    gate: Float[Array, "rows heads width"],
+    gate: Float[Array, "rows ..."],
     first: int = 0,
+    gate_columns: tuple[int, int, int] | None = None,
 ) -> Float[Array, "rows heads width"]:
     """Returns `sigmoid(gate)` times each row's attention over the keys up to its position.
 
@@ -126,8 +128,10 @@ def attn_decode(
       layer: which.
       positions: of each row; a row at -1 gets zeros.
       end: positions from here on are not read; at least 1 + the last live position.
-      gate: output gates before their sigmoid.
+      gate: output gates before their sigmoid, [rows, heads, width] or in a wider matrix.
       first: first position that holds a key.
+      gate_columns: of that matrix: length of a row, the first gate's column, and columns from one
+        head's to the next's.
 
     Raises:
       ValueError: sizes that have no kernel, or another number of rows.
@@ -149,7 +153,7 @@ def attn_decode(
         shared=shared_bytes(cut),
     )(q, *jax.tree.leaves((k, v)), counts, *scalars)
     return _call(
-        functools.partial(merge_kernel, ptx, cut),
+        functools.partial(merge_kernel, ptx, cut, gate_columns or (heads * WIDTH, 0, WIDTH)),
         [jax.ShapeDtypeStruct(q.shape, jnp.float32)],
         name="attn_decode_merge_kernel",
         grid=heads * ROWS,
@@ -160,6 +164,7 @@ def attn_decode(
 
 def _call(kernel, out_type, *, name: str, grid: int, warpgroups: int, shared: int):
     def body(*refs):
+        ptx.follow_previous_kernel()
         inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         inline(lambda _, *refs: kernel(*refs))(*refs)
 
@@ -380,12 +385,13 @@ def _num_chunks(isa, cut: Cut, count):
     return total
 
 
-def merge_kernel(isa, cut: Cut, sums, stats, gate, counts, out, shared) -> None:
+def merge_kernel(isa, cut: Cut, gates_at, sums, stats, gate, counts, out, shared) -> None:
     """Runs one thread of the kernel that adds a row's chunks in order, and gates.
 
     Args:
       isa: instructions: `ptx`, or a model of them.
       cut: sizes.
+      gates_at: `gate_columns` of `attn_decode`.
       sums: of `chunk_kernel`, not yet divided by their totals.
       stats: largest score and total of each row and chunk.
       gate: of `attn_decode`.
@@ -400,7 +406,9 @@ def merge_kernel(isa, cut: Cut, sums, stats, gate, counts, out, shared) -> None:
     num_chunks, pair = _num_chunks(isa, cut, count), isa.thread_index()
     zero = isa.Float(0.0)
     place = (row * cut.heads + head) * (WIDTH // 2) + pair
-    gates = isa.load_global_floats(isa.offset_address(gate, place, 8), 0, 2)
+    length, begin, distance = gates_at
+    gate_at = isa.offset_address(gate, row * length + head * distance + begin + pair * 2, 4)
+    gates = isa.load_global_floats(gate_at, 0, 2)
 
     def add(first, carry):
         top, total, acc = carry

@@ -22,6 +22,7 @@ _VALUE_WORDS = 128
 """Words of a row's own values in a block of its operand."""
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
     """A residual stream, and what the products of a layer make of it.
@@ -56,6 +57,7 @@ def decode_inputs_reference(
     return Inputs(stream=stream, normed=normed, activations=prepare(normed, block))
 
 
+@functools.partial(jax.jit, static_argnames=("block", "eps"))
 def decode_inputs(
     x: jax.Array,
     block: Block,
@@ -102,6 +104,7 @@ def decode_inputs(
             places = dict(zip((*names, *outputs), map(ptx.global_address, arrays), strict=True))
             run_row(ptx, plan, places, ptx.shared_address(shared), ptx.block_index())
 
+        ptx.follow_previous_kernel()
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
 
     results = plgpu.kernel(

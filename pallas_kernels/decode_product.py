@@ -21,6 +21,7 @@ from pallas_kernels.decode_blocks import ROWS, Block
 from pallas_kernels.decode_cuts import STAGE_BLOCKS, Cut, Epilogue, Tiles
 
 
+@functools.partial(jax.jit, static_argnames=("block", "tiles", "epilogue", "first"))
 def decode_product(
     x: Activations,
     weights: jax.Array,
@@ -195,8 +196,6 @@ def _start_kernel(cut: Cut, _, *refs) -> None:
         ptx.cluster_arrive() if tiles.cluster > 1 else ptx.arrive_threads(0, threads)
         with ptx.when(feeder < tiles.warpgroups), ptx.when(at.lane.equals(0)):
             turns = at.turns(cut, feeder)
-            if tiles.overlap:
-                ptx.launch_next_kernel()
             for place in range(tiles.stages):
                 turn, step = (ptx.Word(i) for i in divmod(place, cut.steps))
                 with ptx.when(turn < turns):
@@ -236,6 +235,7 @@ def _stream_kernel(cut: Cut, outputs, _, *refs) -> None:
     tiles, at = cut.tiles, Places(cut, refs)
     feeder = at.warp - 4 * tiles.warpgroups
     if tiles.overlap:
+        ptx.launch_next_kernel()
         _fetch_operands(cut, at, feeder)
     with ptx.when(feeder < tiles.warpgroups), ptx.when(at.lane.equals(0)):
         _feed(cut, at, feeder)

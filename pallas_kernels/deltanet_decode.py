@@ -44,7 +44,7 @@ class Tiles:
       splits: blocks of threads, a cluster, that share the columns of a key head's states: 4 or 8.
     """
 
-    splits: int = 8
+    splits: int = 4
 
     def __post_init__(self):
         if self.splits not in (4, 8):
@@ -72,6 +72,7 @@ def fits(sizes: Sizes) -> bool:
     return sizes.width == WIDTH and sizes.taps == TAPS and groups <= _MOST_GROUPS
 
 
+@functools.partial(jax.jit, static_argnames=("sizes", "tiles", "first"))
 def gdn_decode(
     x: Inputs,
     parameters: Parameters,
@@ -82,11 +83,12 @@ def gdn_decode(
     num_live: Int[Array, ""],
     sizes: Sizes,
     tiles: Tiles | None = None,
+    first: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> tuple[Float[Array, "rows values"], Memory]:
     """Returns a cycle's gated outputs, and the memory with this layer's part advanced in place.
 
     Args:
-      x: the cycle's rows, `ROWS` of them.
+      x: the cycle's rows, `ROWS` of them; fields may be one wider matrix, see `first`.
       parameters: of all layers.
       memory: of all layers.
       layer: which.
@@ -95,6 +97,7 @@ def gdn_decode(
       num_live: rows that count; outputs of later ones are zero.
       sizes: of the layer; see `fits`.
       tiles: cuts.
+      first: the column where u, z, a and b begin in their matrix.
 
     Raises:
       ValueError: sizes that have no kernel, or another number of rows.
@@ -106,20 +109,22 @@ def gdn_decode(
         )
     if x.u.shape[0] != ROWS:
         raise ValueError(f"{x.u.shape[0]=} rows must be {ROWS}; pad the rows")
-    tiles = tiles or Tiles()
+    tiles, columns = tiles or Tiles(), Columns.of(x, first)
     groups = sizes.value_heads // sizes.key_heads
     shared = Shared(groups, tiles)
 
     def body(*refs):
         inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-        inline(lambda _, *refs: layer_kernel(ptx, sizes, tiles, Operands(*refs)))(*refs)
+        ptx.follow_previous_kernel()
+        operands = functools.partial(layer_kernel, ptx, sizes, tiles, columns)
+        inline(lambda _, *refs: operands(Operands(*refs)))(*refs)
 
     counts = [jnp.reshape(n, 1) for n in (layer, start, num_pending, num_live)]
     remembered, tree = jax.tree.flatten(memory)
     stacks = [jax.new_ref(stack) for stack in remembered]
     out = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(x.z.shape, jnp.float32),
+        out_type=jax.ShapeDtypeStruct((ROWS, sizes.value_heads * WIDTH), jnp.float32),
         scratch_types=[plgpu.SMEM((shared.bytes // 4,), jnp.uint32)],
         grid=(sizes.key_heads,),
         grid_names=("head",),
@@ -131,6 +136,23 @@ def gdn_decode(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(*jax.tree.leaves((x, parameters)), *counts, *stacks)
     return out, jax.tree.unflatten(tree, [jax.freeze(stack) for stack in stacks])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Where u, z, a and b are in their matrices: of each, the row's length and the first column."""
+
+    u: tuple[int, int]
+    z: tuple[int, int]
+    a: tuple[int, int]
+    b: tuple[int, int]
+
+    @classmethod
+    def of(cls, x: Inputs, first: tuple[int, int, int, int]) -> "Columns":
+        """Returns those of some inputs."""
+        fields = ("u", "z", "a", "b")
+        lengths = (getattr(x, name).shape[1] for name in fields)
+        return cls(**dict(zip(fields, zip(lengths, first, strict=True), strict=True)))
 
 
 class Shared:
@@ -184,8 +206,8 @@ class Operands:
 class _Places:
     """Where a thread is and what it points to, for all phases of the kernel."""
 
-    def __init__(self, isa, sizes: Sizes, tiles: Tiles, operands):
-        self.isa, self.sizes, self.tiles = isa, sizes, tiles
+    def __init__(self, isa, sizes: Sizes, tiles: Tiles, columns: Columns, operands):
+        self.isa, self.sizes, self.tiles, self.columns = isa, sizes, tiles, columns
         self.groups = sizes.value_heads // sizes.key_heads
         self.threads = self.groups * LANES
         self.shared = Shared(self.groups, tiles)
@@ -224,6 +246,11 @@ class _Places:
         index = (row * self.sizes.value_heads + self.value_head) * WIDTH
         return self.isa.offset_address(self.gmem[name], index + self.channel_of(column), 4)
 
+    def projected(self, name: str, row, column):
+        """Returns the global address of a value of u, z, a or b."""
+        length, first = getattr(self.columns, name)
+        return self.isa.offset_address(self.gmem[name], row * length + column + first, 4)
+
     def channel_of(self, column):
         """Returns the index inside its head of a column of this block."""
         return self.rank * self.tiles.columns + column
@@ -237,16 +264,17 @@ class _Places:
         return self.isa.offset_address(address, channel, 4)
 
 
-def layer_kernel(isa, sizes: Sizes, tiles: Tiles, operands) -> None:
+def layer_kernel(isa, sizes: Sizes, tiles: Tiles, columns: Columns, operands) -> None:
     """Runs one thread of the kernel.
 
     Args:
       isa: instructions: `ptx`, or a model of them.
       sizes: of the layer.
       tiles: cuts.
+      columns: where the projections are in their matrices.
       operands: references, by name.
     """
-    at = _Places(isa, sizes, tiles, operands)
+    at = _Places(isa, sizes, tiles, columns, operands)
     _prepare_barriers(at)
     state = _State(at)
     values = _Values(at)
@@ -306,9 +334,7 @@ def _convolved(at: _Places, row, channel, beyond: tuple[int, ...] = (0,)):
     for tap in range(TAPS):
         index = row + tap
         old = at.window(at.start + index, channel)
-        new = isa.offset_address(
-            at.gmem["u"], (index - sizes.history) * sizes.channels + channel, 4
-        )
+        new = at.projected("u", index - sizes.history, channel)
         places.append(isa.select_address(index < sizes.history, old, new))
     results = []
     for distance in beyond:
@@ -353,7 +379,8 @@ class _Values:
             row, column = at.item(index)
             channel = first + at.value_head * WIDTH + at.channel_of(column)
             (pending,) = isa.load_global_floats(at.value("v", at.value_row + row, column))
-            (z,) = isa.load_global_floats(at.value("z", row, column))
+            head = at.value_head * WIDTH + at.channel_of(column)
+            (z,) = isa.load_global_floats(at.projected("z", row, head))
             ((live, *entries),) = _convolved(at, row, channel)
             isa.store_shared(at.pair("pending_v", row, column), [pending])
             isa.store_shared(at.pair("live_v", row, column), [live])
@@ -392,9 +419,9 @@ class _Gates:
     def _live(self):
         at, isa = self.at, self.at.isa
         heads = at.sizes.value_heads
-        row, head = self.row * heads + at.value_head, at.layer * heads + at.value_head
+        head = at.layer * heads + at.value_head
         a, b = (
-            isa.load_global_floats(isa.offset_address(at.gmem[name], row, 4))[0]
+            isa.load_global_floats(at.projected(name, self.row, at.value_head))[0]
             for name in ("a", "b")
         )
         decay, dt_bias = (

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 from jax.experimental.mosaic.gpu import utils as mosaic
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
@@ -772,14 +773,23 @@ def sync_warp() -> None:
     _asm("bar.warp.sync -1;")
 
 
-def wait_previous_kernel() -> None:
-    """Waits until the kernels before this one have ended and their writes are visible."""
-    _asm("griddepcontrol.wait;")
-
-
 def launch_next_kernel() -> None:
-    """Lets the next kernel's blocks start as soon as this one's leave room."""
+    """Lets the next kernel's blocks start as soon as this one's leave room.
+
+    Called once the kernel before has ended, so that no three of them are under way at once:
+    what the first has in its caches, the third may read anew.
+    """
     _asm("griddepcontrol.launch_dependents;")
+
+
+def follow_previous_kernel() -> None:
+    """Begins a kernel, outside of inline code: waits for the one before, lets the next one come.
+
+    The wait tells Mosaic to launch the kernel before the previous one has ended (programmatic
+    dependent launch), which hides what a launch costs.
+    """
+    plgpu.griddepcontrol_wait()
+    plgpu.griddepcontrol_launch_dependents()
 
 
 def cluster_arrive() -> None:

@@ -166,7 +166,12 @@ class Grid(Instructions):
     def sum_of(a, b):
         return a + b
 
+    @staticmethod
+    def divide(a, b):
+        return a / b
+
     maximum = staticmethod(np.maximum)
+    magnitude = staticmethod(np.abs)
     exp = staticmethod(np.exp)
     exp2 = staticmethod(np.exp2)
 

@@ -70,7 +70,7 @@ def positions_of(length: int, live: int) -> jax.Array:
     return jnp.where(row < live, length - live + row, -1)
 
 
-def model(q, k, v, layer, positions, end, gate, first=0):
+def model(q, k, v, layer, positions, end, gate, first=0, gate_columns=None):
     """Returns what `attn_decode` does, computed by the model of a grid."""
     _, heads, _ = q.shape
     _, capacity, kv_heads, _ = k.shape
@@ -92,7 +92,8 @@ def model(q, k, v, layer, positions, end, gate, first=0):
         out = Buffer(np.full(q.shape, np.nan, np.float32))
         parts = [Buffer(part.values) for part in (sums, stats)]
         merge: Any = merge_kernel
-        merge(grid, cut, *parts, Buffer(np.asarray(gate)), counts, out, None)
+        columns = gate_columns or (heads * WIDTH, 0, WIDTH)
+        merge(grid, cut, columns, *parts, Buffer(np.asarray(gate)), counts, out, None)
     return jnp.asarray(out.values)
 
 

@@ -22,6 +22,7 @@ pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 from bench.deltanet import GDN_SIZES, gdn_operands, gdn_sizes  # noqa: E402
 from pallas_kernels.deltanet_decode import (  # noqa: E402
     ROWS,
+    Columns,
     Operands,
     Shared,
     Tiles,
@@ -39,19 +40,21 @@ def operands_of(sizes: Sizes, seed: int = 0) -> tuple[Inputs, Parameters, Memory
     return gdn_operands(sizes, LAYERS, jax.random.key(seed))
 
 
-def model(x, parameters, memory, layer, start, num_pending, num_live, sizes, tiles=None):
+def model(*operands, tiles=None, first=(0, 0, 0, 0)):
     """Returns what `gdn_decode` does, computed by the model of a grid."""
+    x, parameters, memory, layer, start, num_pending, num_live, sizes = operands
     tiles = tiles or Tiles()
     groups = sizes.value_heads // sizes.key_heads
     blocks = sizes.key_heads * tiles.splits
     grid = Grid(blocks, tiles.splits, 128 * groups, Shared(groups, tiles).bytes)
     counts = [np.full(1, int(n), np.int32) for n in (layer, start, num_pending, num_live)]
     leaves, tree = jax.tree.flatten(memory)
-    arrays = [*jax.tree.leaves((x, parameters)), *counts, *leaves, np.full(x.z.shape, np.nan)]
+    empty = np.full((ROWS, sizes.value_heads * sizes.width), np.nan)
+    arrays = [*jax.tree.leaves((x, parameters)), *counts, *leaves, empty]
     buffers = [Buffer(np.array(array, np.asarray(array).dtype.name)) for array in arrays[:-1]]
     buffers.append(Buffer(arrays[-1].astype(np.float32)))
     with np.errstate(invalid="ignore"):
-        layer_kernel(grid, sizes, tiles, Operands(*buffers, None))
+        layer_kernel(grid, sizes, tiles, Columns.of(x, first), Operands(*buffers, None))
     *_, out = buffers
     remembered = [jnp.asarray(buffer.values) for buffer in buffers[12:-1]]
     return jnp.asarray(out.values), jax.tree.unflatten(tree, remembered)
@@ -88,6 +91,19 @@ def test_a_layer_agrees_with_its_reference(counts):
 )
 def test_a_layer_agrees_whatever_its_heads_and_cuts(sizes, splits):
     assert_agree(functools.partial(model, tiles=Tiles(splits=splits)), sizes)
+
+
+def test_projections_are_read_where_they_stand_in_a_wider_matrix():
+    sizes, counts = gdn_sizes(2, 2), (1, 2, 3, 5)
+    x, parameters, memory = operands_of(sizes)
+    pad = jnp.full((ROWS, 16), jnp.nan)
+    joined = jnp.concatenate([pad, x.z, x.a, x.b], axis=1)
+    u = jnp.concatenate([x.u, pad], axis=1)
+    ends = np.cumsum([16, x.z.shape[1], x.a.shape[1]]).tolist()
+    apart = model(x, parameters, memory, *counts, sizes)
+    together = Inputs(u=u, z=joined, a=joined, b=joined)
+    got = model(together, parameters, memory, *counts, sizes, first=(0, *ends))
+    jax.tree.map(np.testing.assert_array_equal, got, apart)
 
 
 def cycles(run, sizes: Sizes, accepted: list[int], live: int):
