@@ -127,11 +127,14 @@ def choose_draft(
         own = slot_logits(weights, slots, x)
         own = adjust(own, *given, vocab_used=vocab_used, ids=slots.ids)
         own = jnp.where(jnp.isnan(own), -jnp.inf, own)
+        if kind.method == "greedy":
+            # The barrier keeps XLA from making every use of it search again.
+            best, at = jax.lax.optimization_barrier((own.max(1), jnp.argmax(own, 1)))
+            return jnp.where(best > found.value, slots.ids[at], tokens[:, 0])
         values = jnp.concatenate([values, own], 1)
         theirs = jnp.broadcast_to(slots.ids[None], own.shape)
         tokens = jnp.concatenate([tokens, theirs], 1)
-        best = 1 if kind.method == "greedy" else CANDIDATES
-        values, index = jax.lax.top_k(values, min(best, values.shape[1]))
+        values, index = jax.lax.top_k(values, min(CANDIDATES, values.shape[1]))
         tokens = jnp.take_along_axis(tokens, index, axis=1)
     if kind.method == "greedy":
         return tokens[:, 0]

@@ -201,12 +201,14 @@ def _over_workers(found: jax.Array) -> Best:
     winner = jnp.where(value == top[None], column, jnp.iinfo(jnp.int32).max).min(0)
     here = (value == top[None]) & (column == winner[None])
     sums = (total * jnp.exp(largest - most[None])).sum(0)
-    return Best(
+    best = Best(
         value=top,
         column=winner,
         logit=jnp.where(here, logit, -jnp.inf).max(0),
         log_sum=most + jnp.log(sums),
     )
+    # Without it XLA would make every use of a field go through all workers again.
+    return jax.lax.optimization_barrier(best)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
