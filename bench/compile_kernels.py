@@ -35,6 +35,9 @@ from bench.prefill_products import CASES as PREFILL_CASES  # noqa: E402
 from bench.prefill_products import PrefillCase, prefill_program  # noqa: E402
 from openjet_jax.described import card_of, sharding_on  # noqa: E402
 from pallas_kernels.attention_decode import attn_decode  # noqa: E402
+from pallas_kernels.attention_inputs import attn_inputs  # noqa: E402
+from pallas_kernels.attention_tiles import ROWS, WIDTH  # noqa: E402
+from pallas_kernels.cached_rows import empty  # noqa: E402
 from pallas_kernels.decode_activations import Activations, prepare  # noqa: E402
 from pallas_kernels.decode_blocks import BLOCKS  # noqa: E402
 from pallas_kernels.decode_cuts import Tiles, default_tiles  # noqa: E402
@@ -190,6 +193,21 @@ def compile_attn_decode(heads: int, kv_heads: int, kind: str, sharding) -> list[
     return compile_kernels(attn_decode, (q, k, v, end, positions, end, gate), sharding)
 
 
+def compile_attn_inputs(heads: int, kv_heads: int, kind: str, sharding) -> Report:
+    """Returns the report of the kernel before a cycle's attention."""
+
+    def spec(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    width = 2 * heads * WIDTH, kv_heads * WIDTH, kv_heads * WIDTH
+    projected, norms = [spec(ROWS, w) for w in width], [spec(2, WIDTH)] * 2
+    cache = jax.eval_shape(lambda: (empty((2, 1024, kv_heads, WIDTH), kind),) * 2)
+    counts = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    run = functools.partial(attn_inputs, heads=heads, first=(0, 0, 0), eps=1e-6)
+    operands = projected, norms, [spec(ROWS, 32)] * 2, cache, *counts
+    return compile_kernel(f"attn_inputs_{heads}_{kind}", run, operands, sharding, donated=3)
+
+
 def _number(pattern: str, text: str) -> int:
     match = re.search(pattern, text)
     if match is None:
@@ -212,7 +230,8 @@ def main() -> None:
         for heads, kv_heads in ATTENTION_HEADS
         for kind in ("bfloat16", "q8_0")
     )
-    for report in itertools.chain(products, *attention):
+    attention_inputs = (compile_attn_inputs(24, 4, kind, sharding) for kind in ("bfloat16", "q8_0"))
+    for report in itertools.chain(products, attention_inputs, *attention):
         print(
             f"{report.name:26} {report.registers:3} registers, {report.spilled_bytes} bytes"
             f" spilled, {report.shared_bytes:6} bytes shared, {report.seconds:.2f} s"

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,7 @@ def make_inputs(case: InputsCase) -> dict[str, jax.Array]:
     return operands
 
 
-def run_inputs(case: InputsCase, operands, op=decode_inputs):
+def run_inputs(case: InputsCase, operands, op: Any = decode_inputs):
     """Returns the fields of the result."""
     made: Inputs = op(**operands, block=BLOCKS[case.block], eps=_EPS)
     return made.stream, made.normed, made.activations

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -89,7 +90,7 @@ def _has_kernels(kv: KVCache, at: Window, config: ModelConfig) -> bool:
     from pallas_kernels import attention_decode, attention_inputs
 
     heads, rows = config.heads, at.live.shape[0]
-    q = jax.ShapeDtypeStruct((rows, heads, config.head_width), jnp.float32)
+    q: Any = jax.ShapeDtypeStruct((rows, heads, config.head_width), jnp.float32)
     plain, pairs = type(kv) is KVCache, config.rotary // 2
     return (
         plain and attention_decode.fits(q, kv.k) and attention_inputs.fits(heads, kv.k, pairs, rows)

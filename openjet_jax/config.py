@@ -283,6 +283,10 @@ class Pooling:
             raise ValueError(f"{self.padding=} must be one of {PADDINGS}")
 
 
+LONG_CHUNK = 2048
+"""Rows of a prompt that keep the tensor cores of a large GPU busy."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
     """Shapes that programs are compiled for.
@@ -298,8 +302,14 @@ class DecodeConfig:
     context: int = 4096
     kv_dtype: str = "float32"
     chunks: tuple[int, ...] = (64, 512)
-    cycles_per_dispatch: int = 4
+    cycles_per_dispatch: int = 16
     pooling: Pooling = Pooling()
+
+    def on(self, backend: str) -> "DecodeConfig":
+        """Returns the shapes for a backend: kernels take a long prompt in larger chunks."""
+        if backend != "mosaic" or self.chunks != DecodeConfig.chunks:
+            return self
+        return dataclasses.replace(self, chunks=(*self.chunks, LONG_CHUNK))
 
     def __post_init__(self):
         """Raises ValueError naming the field, the limit and the way out."""

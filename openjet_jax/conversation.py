@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from openjet_jax.compiled import Programs
+from openjet_jax.compiled import Programs, flat
 from openjet_jax.config import MAX_STOP_IDS, DecodeConfig
 from openjet_jax.constraint import Constraint, restricted
 from openjet_jax.depth import AutoDepth, CycleTime, DepthPolicy
@@ -34,6 +34,10 @@ from openjet_jax.state_checkpoints import KVBlock, StateCheckpoint
 from openjet_jax.stats import Stats
 from openjet_jax.weights import Weights
 
+DISPATCH_S = 0.08
+"""Seconds between two looks of the host: what it does between them is a fiftieth of that, and text
+still streams."""
+
 
 class Conversation:
     """One sequence of tokens and its state.
@@ -52,10 +56,11 @@ class Conversation:
           weights: the model.
           programs: the model's programs.
         """
-        self.weights, self.programs = weights, programs
+        self.weights, self.programs = flat(weights), programs
         self.ids: list[int] = []
         self.stats, self.closed = Stats(), False
         self._begun_at: int | None = None
+        self._pace = 1  # cycles that take about as long as a dispatch should
         self.prepare(programs.start)
         self.state: DecodeState = programs.start()()
 
@@ -234,7 +239,8 @@ class Conversation:
           depth: how many drafts are made.
           max_new_tokens: most tokens to emit, cut to what the context still holds.
           stop_ids: ids that end generation; they are emitted.
-          cycles_per_dispatch: cycles between two looks of the host; the compiled most by default.
+          cycles_per_dispatch: cycles between two looks of the host; by default as many as take
+            `DISPATCH_S`, at most those compiled.
           constraint: restricts every token; the host is asked before every cycle, so that a
             dispatch runs a single one.
           output_start: position from which penalties count tokens as output; by default all of them
@@ -245,13 +251,13 @@ class Conversation:
         Raises:
           ValueError: nothing was read yet, or a limit is exceeded.
         """
-        count = cycles_of(self.decode, cycles_per_dispatch)
+        most = cycles_of(self.decode, cycles_per_dispatch)
         check_stop_ids(stop_ids, self.programs.config.vocab)
         if not self.ids:
             raise ValueError("nothing was read yet: a conversation starts with a prompt")
         kind = dataclasses.replace(sampling.kind, ranked=top_logprobs > 0)
         if constraint is not None:
-            kind, count = dataclasses.replace(kind, masked=True), 1
+            kind, most = dataclasses.replace(kind, masked=True), 1
         times = self.programs.cycle_times.setdefault(kind, CycleTime())
         policy = AutoDepth(depth.depth, times) if depth.auto else None
         remaining = min(max_new_tokens, self.decode.context - len(self.ids))
@@ -264,6 +270,7 @@ class Conversation:
             if constraint is not None:
                 self.state = restricted(self.state, constraint)
             # The first token is shown as soon as it exists.
+            count = min(most, self._pace) if cycles_per_dispatch is None else most
             now = np.int32(count if self.stats.dispatches else 1)
             with undivided():
                 self.state, infos, ran = program(self.weights, self.state, now)
@@ -272,6 +279,7 @@ class Conversation:
             seconds = time.perf_counter() - start
             remaining -= len(burst.token_ids)
             self._count(burst, seconds)
+            self._pace = max(1, round(DISPATCH_S * len(burst.cycles) / seconds))
             if constraint is not None:
                 constraint.advance(burst.token_ids)
             if policy is not None:

@@ -72,10 +72,17 @@ def cycles_of(decode: DecodeConfig, cycles_per_dispatch: int | None) -> int:
 
 
 def chunk_sizes(sizes: Sequence[int], count: int) -> list[int]:
-    """Returns the program sizes that read `count` tokens: the largest first, then the best fit."""
-    whole, rest = divmod(count, sizes[-1])
-    tail = [next(size for size in sizes if size >= rest)] if rest or not whole else []
-    return [sizes[-1]] * whole + tail
+    """Returns the program sizes that read `count` tokens, the largest first.
+
+    What is left takes the next larger program, unless more than half of that would stay empty.
+    """
+    *smaller, largest = sizes
+    whole, rest = divmod(count, largest)
+    if not rest and whole:
+        return [largest] * whole
+    if smaller and 2 * rest <= largest:
+        return [largest] * whole + chunk_sizes(smaller, rest)
+    return [largest] * (whole + 1)
 
 
 def dispatches(

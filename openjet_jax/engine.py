@@ -51,7 +51,7 @@ def programs_for(model: Model, context: int | None = None, kv_dtype: str | None 
     Raises:
       ValueError: as `decode_config`; or a conversation of these shapes does not fit the device.
     """
-    decode = decode_config(model.config, context, kv_dtype)
+    decode = decode_config(model.config, context, kv_dtype).on(model.backend)
     if decode not in model.programs:
         if room := device_room():
             check_room(

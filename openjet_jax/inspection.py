@@ -111,6 +111,7 @@ def _workspace(
     """Returns the temporary bytes of the larger of the programs that read and that decode."""
     specs = loaded_specs(config.model, config.tensors, backend)
     target = None if card is None else sharding_on(card)
+    decode = decode.on(backend)
     programs = Programs(config.model, decode, specs, target=target)
     kind = Sampling(temperature=1.0, top_k=20, top_p=0.95).kind
     depth = MAX_DEPTH if config.model.has_mtp else 0

@@ -118,6 +118,7 @@ def memory_plan(
     if backend == "mosaic":
         both = _bytes(loaded_specs(config, tensors, backend)) - sum(weights.values())
         weights["rows that are looked up, twice"] = max(both, 0)
+    decode = decode.on(backend)
     state: DecodeState = jax.eval_shape(lambda: initial_state(config, decode))
     kv, mtp_kv, recurrent = (_bytes(x) for x in (state.kv, state.mtp_kv, state.recurrent))
     return MemoryPlan(

@@ -183,7 +183,7 @@ def run_warp(isa, plan: Plan, *refs) -> None:
         isa.offset_address(isa.global_address(ref), index_of_layer * WIDTH + lane * 4, 4)
         for ref in (q_norm, k_norm)
     ]
-    turned = _normed(isa, plan, loaded, _halves(isa, by_kind(*weights, weights[1])))
+    turned = _normed(isa, plan, loaded, _halves(isa, by_kind(weights[0], weights[1], weights[1])))
     turned = _rotated(isa, plan, turned, row, lane, (cosine, sine))
     values = [isa.select_float(is_key, new, old) for new, old in zip(turned, loaded, strict=True)]
     with isa.when(inside):

@@ -220,8 +220,8 @@ REFUSED = [
     ({"stop_ids": [1], "ignore_eos": True}, "ignore_eos contradicts"),
     ({"context": 9000}, "more than the 8192 positions"),
     ({"kv_dtype": "int4"}, "kv_dtype='int4' is not supported"),
-    ({"cycles_per_dispatch": 0}, r"cycles_per_dispatch=0 must be in 1\.\.4"),
-    ({"cycles_per_dispatch": 5}, r"cycles_per_dispatch=5 must be in 1\.\.4"),
+    ({"cycles_per_dispatch": 0}, r"cycles_per_dispatch=0 must be in 1\.\.16"),
+    ({"cycles_per_dispatch": 17}, r"cycles_per_dispatch=17 must be in 1\.\.16"),
     ({"sampling": oj.Sampling(logit_bias={8192: 1.0})}, "token 8192 must be below"),
 ]
 
