@@ -70,6 +70,24 @@ def operands(length: int, layers: int, kind: str, heads: int = HEADS, kv_heads: 
     )
 
 
+def chunk_operands(
+    history: int, rows: int, layers: int, kind: str, heads: int = HEADS, kv_heads: int = KV_HEADS
+):
+    """Returns queries, keys, values, gates, start and end of a chunk after a history."""
+    q_key, k_key, v_key, gate_key = jax.random.split(jax.random.key(0), 4)
+    end = history + rows
+    shape = layers, -(-end // BLOCK) * BLOCK, kv_heads, WIDTH
+    cache = empty((1, WIDTH), kind)
+    return (
+        jax.random.normal(q_key, (rows, heads, WIDTH)),
+        like(cache, jax.random.normal(k_key, shape)),
+        like(cache, jax.random.normal(v_key, shape)),
+        jax.random.normal(gate_key, (rows, heads, WIDTH)),
+        jnp.int32(history),
+        jnp.int32(end),
+    )
+
+
 def _reference(q, k, v, layer, positions, end, gate):
     return attention_reference(q, k[layer], v[layer], positions, end) * jax.nn.sigmoid(gate)
 
