@@ -15,8 +15,7 @@ from pallas_kernels.cached_rows import GROUP
 
 WIDTH = 256
 TILE = 80
-"""Positions of a tile: more make better use of the queries read from shared memory, fewer hold fewer
-registers."""
+"""Positions of a tile: as many as registers hold scores of; queries are read once for each tile."""
 
 PANEL_BYTES = 128
 PANELS = 2 * WIDTH // PANEL_BYTES
@@ -60,21 +59,14 @@ class Panels:
             word = self.isa.select(position < self.plan.first, on_false, word)
         return word
 
-    def ahead(self, tile) -> list:
-        """Returns registers that are loaded before there is room for a tile."""
-        del tile
-        return []
-
-    def bring(self, tile, place, ahead: list) -> list:
+    def bring(self, tile, place) -> None:
         """Writes this thread's part of a tile, zeros where there is no key.
+
+        What is copied waits where its 16-bit values will stand, which no other thread touches.
 
         Args:
           tile: which.
           place: address in shared memory.
-          ahead: of `ahead` for this tile.
-
-        Returns:
-          `ahead` of the next tile.
         """
         raise NotImplementedError
 
@@ -85,7 +77,7 @@ class BfloatPanels(Panels):
     parts = 1
     _AT_ONCE = 5
 
-    def bring(self, tile, place, ahead: list) -> list:
+    def bring(self, tile, place) -> None:
         """Copies two rows at a time; see `Panels`."""
         isa = self.isa
         piece, row = self.thread & 31, self.thread >> 5
@@ -105,7 +97,6 @@ class BfloatPanels(Panels):
         if self.are_keys:
             for i in range(0, len(pieces), self._AT_ONCE):
                 self._make_halves(pieces[i : i + self._AT_ONCE])
-        return ahead
 
     def _make_halves(self, pieces: list) -> None:
         """Replaces pieces that this thread has copied by float16."""
@@ -120,55 +111,51 @@ class Q8Panels(Panels):
     """A cache in q8_0: codes times scales, rounded once, sixteen of a row at a time."""
 
     parts = 2
-    _AT_ONCE = 4
-    _ROWS = 4
+    _ROWS, _AT_ONCE = 4, 2
 
-    def _row_and_sixteen(self):
-        """Returns this thread's row of four, and its sixteen codes of the row.
-
-        Eight neighbours take 4 sixteens of two rows, so that their stores meet all banks.
-        """
-        lane = self.thread & 31
+    def bring(self, tile, place) -> None:
+        """Takes four rows at a time; see `Panels`."""
+        isa, lane, step = self.isa, self.thread & 31, self._ROWS
+        # Eight neighbours take four sixteens of two rows, so that their stores meet all banks.
         row = (self.thread >> 5) * 2 + ((lane >> 2) & 1)
-        return row, (lane & 3) + (lane >> 3) * 4
-
-    def _load(self, tile, batch: int) -> list:
-        """Returns codes and scales of some rows: five words each."""
-        isa, words = self.isa, []
-        row, sixteen = self._row_and_sixteen()
-        for turn in range(self._AT_ONCE):
-            position = tile * TILE + (row + self._ROWS * (batch * self._AT_ONCE + turn))
-            held = self.chosen(position, position, self.at.end - 1)
-            codes = isa.offset_address(self.row_of(0, held, WIDTH), sixteen, 16)
-            scales = isa.offset_address(self.row_of(1, held, 2 * WIDTH // GROUP), sixteen >> 2, 4)
-            (scale,) = isa.load_global(scales)
-            words += [*isa.load_global(codes, 0, 4), self.chosen(position, scale, 0)]
-        return words
-
-    def ahead(self, tile) -> list:
-        """Returns the first rows of a tile."""
-        return self._load(tile, 0)
-
-    def bring(self, tile, place, ahead: list) -> list:
-        """Converts some rows while the next ones are loaded; see `Panels`."""
-        isa, batches = self.isa, TILE // self._ROWS // self._AT_ONCE
-        row, sixteen = self._row_and_sixteen()
+        sixteen = (lane & 3) + (lane >> 3) * 4
+        places = [
+            [place + piece_place(row + i * step, sixteen * 2 + half, TILE) for half in range(2)]
+            for i in range(2)
+        ]
+        pieces = [
+            [at + i // 2 * (2 * step * PANEL_BYTES) for at in places[i % 2]]
+            for i in range(TILE // step)
+        ]
+        first = tile * TILE + row
+        codes = isa.offset_address(self.row_of(0, first, WIDTH), sixteen, 16)
+        scales = isa.offset_address(self.row_of(1, first, 2 * WIDTH // GROUP), sixteen >> 2, 4)
+        for i, (own, other) in enumerate(pieces):
+            position, rows = first + i * step, isa.Word(i * step)
+            source = isa.offset_address(codes, rows, self.plan.kv_heads * WIDTH)
+            isa.copy_async(own, source, self.chosen(position, 16, 0))
+            source = isa.offset_address(scales, rows, self.plan.kv_heads * 2 * WIDTH // GROUP)
+            isa.copy_async_word(other, source, self.chosen(position, 4, 0))
+        isa.close_copies()
+        isa.wait_copies(0)
         scale_bytes = isa.select((sixteen & 2).equals(0), 0x1010, 0x3232)
-        for batch in range(batches):
-            following = (tile, batch + 1) if batch + 1 < batches else (tile + 1, 0)
-            words, ahead = ahead, self._load(*following)
-            for turn in range(self._AT_ONCE):
-                *codes, scale = words[5 * turn : 5 * turn + 5]
-                scale = isa.permute_bytes(scale, 0, scale_bytes)
-                if self.are_keys:
-                    wide = isa.bfloat_to_float(scale, high=False)
-                    scale = isa.pack_halves(wide, wide)
-                pairs = [self._pair(code, half, scale) for code in codes for half in range(2)]
-                at = row + self._ROWS * (batch * self._AT_ONCE + turn)
-                for half in range(2):
-                    target = place + piece_place(at, sixteen * 2 + half, TILE)
-                    isa.store_shared(target, pairs[4 * half : 4 * half + 4])
-        return ahead
+        for i in range(0, len(pieces), self._AT_ONCE):
+            self._multiply(pieces[i : i + self._AT_ONCE], scale_bytes)
+
+    def _multiply(self, pieces: list, scale_bytes) -> None:
+        """Replaces codes and scales by their products."""
+        isa = self.isa
+        loaded = [(isa.load_shared(own, 0, 4), isa.load_shared(other)[0]) for own, other in pieces]
+        for places, (codes, scale) in zip(pieces, loaded, strict=True):
+            scale = isa.permute_bytes(scale, 0, scale_bytes)
+            if self.are_keys:
+                wide = isa.bfloat_to_float(scale, high=False)
+                scale = isa.pack_halves(wide, wide)
+            for half, place in enumerate(places):
+                some = codes[2 * half : 2 * half + 2]
+                isa.store_shared(
+                    place, [self._pair(code, part, scale) for code in some for part in range(2)]
+                )
 
     def _pair(self, codes, half: int, scale):
         """Returns two neighbouring codes times their scale."""

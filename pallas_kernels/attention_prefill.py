@@ -6,8 +6,8 @@ memory; a consumer multiplies the next tile's keys while it adds the last tile's
 softmax of one runs beside the products of the other. Tiles begin at fixed positions and are taken
 in order, so a row's bits follow from its position and its own history alone.
 
-Softmax is online and in float32. Queries times keys are products of float16, weights times values of
-bfloat16: see `attention_panels`. FlashAttention-3 (Shah et al., 2024).
+Softmax is online and in float32. Queries times keys are products of float16, weights times values
+of bfloat16: see `attention_panels`. FlashAttention-3 (Shah et al., 2024).
 """
 
 import dataclasses
@@ -211,14 +211,12 @@ def _kernel(plan: Plan, refs) -> None:
     ptx.sync_threads(0, _THREADS)
 
     def multiply():
-        ptx.set_registers(216, grow=True)
+        ptx.set_registers(232, grow=True)
         consume(at)
 
     def bring():
-        ptx.set_registers(80, grow=False)
-        ptx.branch(
-            at.warp < 4 * HEADS + _PRODUCERS, lambda: produce(at, 0), lambda: produce(at, 1)
-        )
+        ptx.set_registers(40, grow=False)
+        ptx.branch(at.warp < 4 * HEADS + _PRODUCERS, lambda: produce(at, 0), lambda: produce(at, 1))
 
     ptx.branch(at.warp < 4 * HEADS, multiply, bring)
 
@@ -251,19 +249,16 @@ def produce(at: Places, which: int) -> None:
     isa = at.isa
     panels = at.plan.panels(at, which)
 
-    def feed(tile, carry):
-        ring, ahead = carry
+    def feed(tile, ring):
         stage, parity = ring
         isa.barrier_wait(at.empty(which, stage), parity)
-        ahead = panels.bring(tile, at.tile(which, stage), ahead)
+        panels.bring(tile, at.tile(which, stage))
         isa.fence_shared_writes()
         _arrive(at, at.full(which, stage))
-        return _advance(isa, ring), ahead
+        return _advance(isa, ring)
 
-    with isa.when(at.first_tile < at.end_tile):
-        # A fresh barrier's phase before the first counts as over.
-        carry = (isa.Word(0), isa.Word(1)), panels.ahead(at.first_tile)
-        isa.loop(at.first_tile, at.end_tile, 1, carry, feed)
+    # A fresh barrier's phase before the first counts as over.
+    isa.loop(at.first_tile, at.end_tile, 1, (isa.Word(0), isa.Word(1)), feed)
 
 
 def consume(at: Places) -> None:
@@ -304,6 +299,14 @@ def _store(at: Places, sums, totals) -> None:
                         value = isa.select_float(dead, isa.Float(0.0), value)
                     values.append(value)
                 isa.store_global(out, values, 32 * j)
+
+
+def _tree(operation, values: list):
+    """Returns all values taken together, in few steps one after another."""
+    while len(values) > 1:
+        pairs = [operation(*values[i : i + 2]) for i in range(0, len(values) - 1, 2)]
+        values = pairs + values[len(pairs) * 2 :]
+    return values[0]
 
 
 class _Head:
@@ -421,20 +424,20 @@ class _Head:
 
     def _softmax(self, scores, tile, tops, totals, masked: bool):
         """Returns both rows' weights, largest scores, totals, and old sums' factors."""
-        at, isa = self.at, self.isa
+        isa = self.isa
         scale = isa.Float(_SCALE)
         weights, new_tops, new_totals, shrinks = [], [], [], []
         for half in range(2):
             mine = [scores[4 * j + 2 * half + i] for j in range(TILE // 8) for i in range(2)]
             if masked:
                 mine = self._masked(mine, tile, half)
-            top = functools.reduce(isa.maximum, mine, tops[half])
+            top = isa.maximum(tops[half], _tree(isa.maximum, mine))
             for distance in (1, 2):
                 top = isa.maximum(top, isa.shuffle_xor(top, distance))
             base = -isa.product_of(top, scale)
             shrink = isa.exp2(isa.product_of(isa.sum_of(tops[half], -top), scale))
             mine = [isa.exp2(isa.fma(score, scale, base)) for score in mine]
-            total = functools.reduce(isa.sum_of, mine, isa.product_of(totals[half], shrink))
+            total = isa.fma(totals[half], shrink, _tree(isa.sum_of, mine))
             weights.append(mine)
             new_tops.append(top)
             new_totals.append(total)
@@ -444,9 +447,7 @@ class _Head:
     def _packed(self, weights) -> list:
         """Returns weights as left-hand operands: rows g and g + 8 of eight positions, and so on."""
         pack = self.isa.pack_bfloats
-        return [
-            pack(*row[2 * i : 2 * i + 2]) for i in range(TILE // 8) for row in weights
-        ]
+        return [pack(*row[2 * i : 2 * i + 2]) for i in range(TILE // 8) for row in weights]
 
     def _masked(self, scores, tile, half: int) -> list:
         """Returns scores, minus infinity where the row sees no key."""

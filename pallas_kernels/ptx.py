@@ -502,7 +502,7 @@ def descriptor_of_rows(address: Word, panel_bytes: int) -> Word:
 def _wgmma(
     acc: Sequence[Float] | int, left: Sequence[Word], matrix: Word, kind: str, turned: bool
 ) -> list[Float]:
-    """Emits a product: acc may be a number of new sums; left is four registers, or a `descriptor`."""
+    """Emits a product: acc may be a number of new sums; left is a fragment, or a `descriptor`."""
     old = [] if isinstance(acc, int) else list(acc)
     count = acc if isinstance(acc, int) else len(acc)
     sums = ", ".join(f"${i}" for i in range(count))
@@ -658,6 +658,11 @@ def load_matrices(address: Word, offset: int = 0, transposed: bool = False) -> l
 def copy_async(shared: Word, source: ir.Value, num_bytes: Word) -> None:
     """Starts this thread's copy of 16 bytes, of which those after `num_bytes` become zero."""
     _asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", shared, source, num_bytes)
+
+
+def copy_async_word(shared: Word, source: ir.Value, num_bytes: Word) -> None:
+    """Starts this thread's copy of 4 bytes, of which those after `num_bytes` become zero."""
+    _asm("cp.async.ca.shared.global [$0], [$1], 4, $2;", shared, source, num_bytes)
 
 
 def close_copies() -> None:

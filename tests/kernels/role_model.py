@@ -159,10 +159,16 @@ class Role(Threads):
         at = (np.asarray(address, np.int64) + offset) // 4
         return [self.shared[at + i].view(Word) for i in range(words)]
 
-    def copy_async(self, shared, source, num_bytes):
+    def copy_async(self, shared, source, num_bytes, words=4):
         memory, first = self._at(source, 0, num_bytes > 0)
-        words = [np.where(num_bytes > 0, memory[first + i], 0).astype(np.uint32) for i in range(4)]
-        self.copies.append(lambda: self.store_shared(shared, words))
+        assert np.all(np.isin(num_bytes, (0, 4 * words)))
+        read = [
+            np.where(num_bytes > 0, memory[first + i], 0).astype(np.uint32) for i in range(words)
+        ]
+        self.copies.append(lambda: self.store_shared(shared, read))
+
+    def copy_async_word(self, shared, source, num_bytes):
+        self.copy_async(shared, source, num_bytes, 1)
 
     def close_copies(self):
         pass
