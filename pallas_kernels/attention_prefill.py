@@ -42,6 +42,9 @@ HEADS = 2
 STAGES = 2
 """Tiles of keys, and of values, that shared memory holds."""
 
+FEWEST = 17
+"""Rows of a chunk, at least: fewer are a cycle's, and read a long cache faster by other means."""
+
 _THREADS = 128 * (HEADS + 1)
 _QUERY_BYTES = 2 * ROWS * WIDTH
 _PRODUCERS = 2  # warps that bring keys, and warps that bring values
@@ -70,7 +73,7 @@ class Plan:
 
     def __post_init__(self):
         """Raises ValueError for heads that do not go in pairs."""
-        if self.heads % self.kv_heads or self.heads // self.kv_heads % HEADS:
+        if self.heads % (HEADS * self.kv_heads):
             raise ValueError(
                 f"{self.heads=} over {self.kv_heads=} must be an even number of heads each; use "
                 "attention_reference"
@@ -94,11 +97,12 @@ class Plan:
 
 def fits(q: Float[Array, "rows heads width"], k: CachedRows) -> bool:
     """Returns whether there is a kernel for queries over a cache of such shape and format."""
-    (_, heads, width), (*_, kv_heads, _) = q.shape, k.shape
-    sizes_fit = width == WIDTH and heads % kv_heads == 0 and heads // kv_heads % HEADS == 0
+    (rows, heads, width), (*_, kv_heads, _) = q.shape, k.shape
+    sizes_fit = rows >= FEWEST and width == WIDTH and heads % (HEADS * kv_heads) == 0
     return sizes_fit and (isinstance(k, Q8Rows) or k.dtype == jnp.bfloat16)
 
 
+@functools.partial(jax.jit, static_argnames="first")
 def attn_prefill(
     q: Float[Array, "rows heads width"],
     k: CachedRows,
@@ -120,7 +124,7 @@ def attn_prefill(
         of the rows among them.
       v: cached values.
       layer: which.
-      start: position of the first row.
+      start: position of the first row, at least -1.
       end: the position after the last row that counts; nothing is read from there on.
       gate: output gates before their sigmoid.
       first: first position that holds a key.
@@ -154,7 +158,7 @@ def attn_prefill(
         thread_name="warpgroup",
         kernel_name="attn_prefill_kernel",
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )(q, *jax.tree.leaves((k, v)), jnp.stack([layer, start, end]).astype(jnp.int32), gate)
+    )(q, *jax.tree.leaves((k, v)), jnp.stack([layer, start, end]), gate)
 
 
 class Places:
@@ -180,13 +184,14 @@ class Places:
         self.kv_head = pair * HEADS // (plan.heads // plan.kv_heads)
         self.group = self.warp >> 2
         self.head = pair * HEADS + self.group
-        self.position = start + self.row
+        self.count = start + self.row + 1
+        """Positions up to the first row's own: words hold no number below 0."""
         self.first_tile = isa.Word(plan.first // TILE)
-        stop = self.position + ROWS
+        stop = self.count + (ROWS - 1)
         stop = isa.select(stop < self.end, stop, self.end)
-        self.end_tile = isa.select(self.position < self.end, (stop + (TILE - 1)) // TILE, 0)
+        self.end_tile = isa.select(self.count < self.end + 1, (stop + (TILE - 1)) // TILE, 0)
         # All rows see all positions of the tiles before this one, but of the first tile.
-        self.plain_tile = (self.position + 1) // TILE
+        self.plain_tile = self.count // TILE
         self.queries, self.tiles, self.barriers = (
             isa.shared_address(ref) for ref in (queries, tiles, barriers)
         )
@@ -272,18 +277,16 @@ def consume(at: Places) -> None:
 
 
 def _row_of(at: Places, half: int):
-    """Returns a lane's row of the chunk: it has the rows g and g + 8 of its warp's sixteen."""
-    return at.row + ((at.warp & 3) * 16 + (at.lane >> 2) + 8 * half)
+    """Returns a lane's row of the block: it has the rows g and g + 8 of its warp's sixteen."""
+    return (at.warp & 3) * 16 + (at.lane >> 2) + 8 * half
 
 
 def _store(at: Places, sums, totals) -> None:
     """Stores a head's gated rows, zeros for those that do not count."""
     isa, plan = at.isa, at.plan
     for half in range(2):
-        row = _row_of(at, half)
-        # A row's position is its distance from the block's first row's.
-        position = at.position + (row - at.row)
-        live = position < at.end
+        row, count = at.row + _row_of(at, half), at.count + _row_of(at, half)
+        live = isa.select(isa.Word(plan.first) < count, count, at.end + 1) < at.end + 1
         divisor = isa.reciprocal(isa.select_float(live, totals[half], isa.Float(1.0)))
         with isa.when(row < plan.rows):
             place = (row * plan.heads + at.head) * (WIDTH // 2) + (at.lane & 3)
@@ -293,11 +296,7 @@ def _store(at: Places, sums, totals) -> None:
                 for i, x in enumerate(isa.load_global_floats(gate, 32 * j, 2)):
                     value = isa.product_of(sums[4 * j + 2 * half + i], divisor)
                     value = isa.product_of(value, isa.sigmoid(x))
-                    value = isa.select_float(live, value, isa.Float(0.0))
-                    if plan.first:
-                        dead = position < plan.first
-                        value = isa.select_float(dead, isa.Float(0.0), value)
-                    values.append(value)
+                    values.append(isa.select_float(live, value, isa.Float(0.0)))
                 isa.store_global(out, values, 32 * j)
 
 
@@ -452,12 +451,12 @@ class _Head:
     def _masked(self, scores, tile, half: int) -> list:
         """Returns scores, minus infinity where the row sees no key."""
         at, isa = self.at, self.isa
-        own = at.position + (_row_of(at, half) - at.row)
+        count = at.count + _row_of(at, half)
         hidden, masked = isa.Float(-math.inf), []
         for j in range(TILE // 8):
             for i in range(2):
                 position = tile * TILE + (at.lane & 3) * 2 + (8 * j + i)
-                score = isa.select_float(own < position, hidden, scores[2 * j + i])
+                score = isa.select_float(position < count, scores[2 * j + i], hidden)
                 if at.plan.first:
                     score = isa.select_float(position < at.plan.first, hidden, score)
                 masked.append(score)
