@@ -13,6 +13,7 @@ of bfloat16: see `attention_panels`. FlashAttention-3 (Shah et al., 2024).
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -365,7 +366,7 @@ class _Head:
         isa.barrier_wait(at.full(0, stage), parity)
         left, right = isa.descriptor(self.queries), isa.descriptor(at.tile(0, stage))
         isa.wgmma_fence()
-        scores = TILE // 2
+        scores: Any = TILE // 2
         for step in range(WIDTH // 16):
             # Sixteen values are 32 bytes, two in units of a description.
             panel, within = step // PANELS, 2 * (step % PANELS)

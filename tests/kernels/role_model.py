@@ -73,7 +73,6 @@ class Role(Threads):
     add_halves = staticmethod(Grid.add_halves)
     subtract_bfloats = staticmethod(Grid.subtract_bfloats)
     either = staticmethod(np.logical_or)
-    select, as_word = staticmethod(Grid.select), staticmethod(Grid.as_word)
     exp2, reciprocal = staticmethod(np.exp2), staticmethod(Grid.reciprocal)
     maximum = staticmethod(np.fmax)
 
@@ -82,6 +81,14 @@ class Role(Threads):
 
     def Float(self, value):  # noqa: N802
         return np.full(self.threads, value, np.float32)
+
+    @staticmethod
+    def select(predicate, a, b):
+        return Grid.select(predicate, a, b)
+
+    @staticmethod
+    def as_word(x):
+        return Grid.as_word(x)
 
     @staticmethod
     def multiply_bfloats(a, b):

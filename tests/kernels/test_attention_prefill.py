@@ -1,12 +1,15 @@
 """Attention of a prompt's chunk: in a model of the warps of each block, and on a GPU."""
 
 import functools
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from openjet_jax import attention_layers, state
 from pallas_kernels.attention import attention_reference
 from pallas_kernels.cached_rows import Q8_0, Q8Rows, values
 from tests.kernels.role_model import Barriers, Role, run_roles
@@ -15,6 +18,7 @@ from tests.kernels.test_attention_decode import spoiled
 pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 
 from bench.attention import chunk_operands  # noqa: E402
+from pallas_kernels import attention_prefill  # noqa: E402
 from pallas_kernels.attention_panels import (  # noqa: E402
     TILE,
     TILE_BYTES,
@@ -23,6 +27,7 @@ from pallas_kernels.attention_panels import (  # noqa: E402
     Q8Panels,
 )
 from pallas_kernels.attention_prefill import (  # noqa: E402
+    FEWEST,
     HEADS,
     ROWS,
     STAGES,
@@ -176,11 +181,14 @@ def test_sizes_without_a_kernel_are_refused():
     def cache(kind, kv_heads=4):
         return jax.eval_shape(lambda: chunk_operands(64, 64, 1, kind, 24, kv_heads)[1])
 
-    q = jax.ShapeDtypeStruct((64, 24, WIDTH), jnp.float32)
+    def queries(*shape) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    q = queries(64, 24, WIDTH)
     assert [fits(q, cache(kind)) for kind in (*FORMATS, "float32")] == [True, True, False]
     assert not fits(q, cache("bfloat16", 8)) and not fits(q, cache("bfloat16", 24))
     for shape in ((64, 24, 128), (16, 24, WIDTH)):
-        assert not fits(jax.ShapeDtypeStruct(shape, jnp.float32), cache("bfloat16"))
+        assert not fits(queries(*shape), cache("bfloat16"))
     with pytest.raises(ValueError, match="an even number of heads each"):
         Plan(rows=64, heads=12, kv_heads=4, capacity=256)
     q, k, v, gate, start, end = chunk_operands(0, 8, 1, "bfloat16", 2, 1)
@@ -194,6 +202,38 @@ def test_shared_memory_holds_what_a_block_needs():
     assert TILE % 16 == 0
 
 
+@pytest.mark.parametrize(("rows", "start", "live"), [(20, 90, 17), (8, 90, 5)])
+def test_a_layer_hands_a_chunk_to_the_kernel(rows, start, live, monkeypatch):
+    q, k, v, gate, *_ = chunk_operands(start, rows, 2, "bfloat16", 2, 1)
+    at = attention_layers.window(jnp.int32(start), jnp.arange(rows) < live)
+    calls = []
+
+    def kernel(*operands):
+        calls.append(operands)
+        return model(*operands)
+
+    def gated(attended, gate, weights, layer):
+        return (attended * jax.nn.sigmoid(gate)).reshape(rows, -1)
+
+    monkeypatch.setattr(attention_prefill, "attn_prefill", kernel)
+    parts = q, gate, k[1, start : start + rows], v[1, start : start + rows]
+    monkeypatch.setattr(attention_layers, "attention_inputs", lambda *_: parts)
+    monkeypatch.setattr(attention_layers, "attention_output", gated)
+    monkeypatch.setattr(attention_layers, "_has_kernels", lambda *_: False)
+    monkeypatch.setattr(attention_layers, "project", lambda x, *_: x)
+    # The chunk's own keys are not in the cache yet.
+    cache = state.KVCache(k=spoiled(k, 0, start), v=spoiled(v, 0, start))
+    outs = []
+    for kernels in (False, True):
+        weights: Any = types.SimpleNamespace(kernels=kernels, out=None)
+        no_input: Any = None
+        out, _ = attention_layers.attention(no_input, 1, cache, weights, at, no_input)
+        outs.append(np.asarray(out, np.float64))
+    assert len(calls) == (rows >= FEWEST)
+    assert not outs[1][live:].any()
+    assert relative_error(outs[1], outs[0]) < LIMITS["bfloat16"]
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("heads", [(8, 2), (16, 4), (24, 4)])
 def test_attention_compiles_to_machine_code_at_full_rate(heads, kind):
@@ -202,14 +242,15 @@ def test_attention_compiles_to_machine_code_at_full_rate(heads, kind):
 
     if not can_compile():
         pytest.skip("needs JAX's CUDA plugin and ptxas")
-    report = compile_attn_prefill(*heads, kind, sharding_on(card_of("h200")))
+    report = compile_attn_prefill(heads[0], heads[1], kind, sharding_on(card_of("h200")))
     assert report.spilled_bytes == 0 and not report.serialised
 
 
 def test_attention_lowers_for_a_gpu_on_a_host_without_one():
     q, k, v, gate, start, end = jax.eval_shape(lambda: chunk_operands(300, 200, 2, "bfloat16"))
-    traced = attn_prefill.trace(q, k, v, end, start, end, gate)
-    assert "attn_prefill_kernel" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    run: Any = jax.jit(attn_prefill)
+    lowered = run.trace(q, k, v, end, start, end, gate).lower(lowering_platforms=("cuda",))
+    assert "attn_prefill_kernel" in lowered.as_text()
 
 
 @pytest.mark.gpu
