@@ -48,6 +48,7 @@ FEWEST = 17
 
 _THREADS = 128 * (HEADS + 1)
 _QUERY_BYTES = 2 * ROWS * WIDTH
+_AT_ONCE = 16  # loads of a thread that wait for memory together
 _PRODUCERS = 2  # warps that bring keys, and warps that bring values
 _LOWEST = -1e30
 _SCALE = math.log2(math.e) / math.sqrt(WIDTH)
@@ -292,13 +293,16 @@ def _store(at: Places, sums, totals) -> None:
         with isa.when(row < plan.rows):
             place = (row * plan.heads + at.head) * (WIDTH // 2) + (at.lane & 3)
             gate, out = (isa.offset_address(x, place, 8) for x in (at.gate, at.out))
-            for j in range(WIDTH // 8):
-                values = []
-                for i, x in enumerate(isa.load_global_floats(gate, 32 * j, 2)):
-                    value = isa.product_of(sums[4 * j + 2 * half + i], divisor)
-                    value = isa.product_of(value, isa.sigmoid(x))
-                    values.append(isa.select_float(live, value, isa.Float(0.0)))
-                isa.store_global(out, values, 32 * j)
+            for first in range(0, WIDTH // 8, _AT_ONCE):
+                some = range(first, first + _AT_ONCE)
+                gates = [isa.load_global_floats(gate, 32 * j, 2) for j in some]
+                for j, pair in zip(some, gates, strict=True):
+                    values = []
+                    for i, x in enumerate(pair):
+                        value = isa.product_of(sums[4 * j + 2 * half + i], divisor)
+                        value = isa.product_of(value, isa.sigmoid(x))
+                        values.append(isa.select_float(live, value, isa.Float(0.0)))
+                    isa.store_global(out, values, 32 * j)
 
 
 def _tree(operation, values: list):
@@ -347,15 +351,21 @@ class _Head:
         """Writes the queries to shared memory, rounded to float16."""
         at, isa, plan = self.at, self.isa, self.at.plan
         thread = at.thread & 127
-        for turn in range(ROWS // 4):
-            row, piece = (thread >> 5) + 4 * turn, thread & 31
-            source = at.row + row
-            source = isa.select(source < plan.rows, source, plan.rows - 1)
-            place = (source * plan.heads + at.head) * (WIDTH // 8) + piece
-            address = isa.offset_address(at.q, place, 32)
-            x = [y for i in range(2) for y in isa.load_global_floats(address, 16 * i, 4)]
-            words = [isa.pack_halves(*x[i : i + 2]) for i in range(0, 8, 2)]
-            isa.store_shared(self.queries + piece_place(row, piece, ROWS), words)
+        piece = thread & 31
+        for first in range(0, ROWS, 4 * _AT_ONCE // 2):
+            rows = [(thread >> 5) + (first + 4 * turn) for turn in range(_AT_ONCE // 2)]
+            loaded = []
+            for row in rows:
+                source = at.row + row
+                source = isa.select(source < plan.rows, source, plan.rows - 1)
+                place = (source * plan.heads + at.head) * (WIDTH // 8) + piece
+                address = isa.offset_address(at.q, place, 32)
+                loaded.append(
+                    isa.load_global_floats(address, 0, 4) + isa.load_global_floats(address, 16, 4)
+                )
+            for row, x in zip(rows, loaded, strict=True):
+                words = [isa.pack_halves(*x[i : i + 2]) for i in range(0, 8, 2)]
+                isa.store_shared(self.queries + piece_place(row, piece, ROWS), words)
         isa.fence_shared_writes()
         isa.sync_threads(at.group + 1, 128)
 
