@@ -24,6 +24,7 @@ os.environ |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": str(_DUMP)}
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
+from bench.attention import chunk_operands  # noqa: E402
 from bench.attention import operands as attention_operands  # noqa: E402
 from bench.deltanet import GDN_SIZES, gdn_operands  # noqa: E402
 from bench.head import CASES as HEAD_CASES  # noqa: E402
@@ -36,6 +37,7 @@ from bench.prefill_products import PrefillCase, prefill_program  # noqa: E402
 from openjet_jax.described import card_of, sharding_on  # noqa: E402
 from pallas_kernels.attention_decode import attn_decode  # noqa: E402
 from pallas_kernels.attention_inputs import attn_inputs  # noqa: E402
+from pallas_kernels.attention_prefill import attn_prefill  # noqa: E402
 from pallas_kernels.attention_tiles import ROWS, WIDTH  # noqa: E402
 from pallas_kernels.cached_rows import empty  # noqa: E402
 from pallas_kernels.decode_activations import Activations, prepare  # noqa: E402
@@ -208,6 +210,14 @@ def compile_attn_inputs(heads: int, kv_heads: int, kind: str, sharding) -> Repor
     return compile_kernel(f"attn_inputs_{heads}_{kind}", run, operands, sharding, donated=3)
 
 
+def compile_attn_prefill(heads: int, kv_heads: int, kind: str, sharding) -> Report:
+    """Returns the report of a chunk's attention over a cache of one format."""
+    operands = jax.eval_shape(lambda: chunk_operands(1024, 300, 2, kind, heads, kv_heads))
+    q, k, v, gate, start, end = operands
+    name = f"attn_prefill_{heads}_{kv_heads}_{kind}"
+    return compile_kernel(name, attn_prefill, (q, k, v, end, start, end, gate), sharding)
+
+
 def _number(pattern: str, text: str) -> int:
     match = re.search(pattern, text)
     if match is None:
@@ -231,7 +241,12 @@ def main() -> None:
         for kind in ("bfloat16", "q8_0")
     )
     attention_inputs = (compile_attn_inputs(24, 4, kind, sharding) for kind in ("bfloat16", "q8_0"))
-    for report in itertools.chain(products, attention_inputs, *attention):
+    chunks = (
+        compile_attn_prefill(heads, kv_heads, kind, sharding)
+        for heads, kv_heads in ATTENTION_HEADS
+        for kind in ("bfloat16", "q8_0")
+    )
+    for report in itertools.chain(products, attention_inputs, *attention, chunks):
         print(
             f"{report.name:26} {report.registers:3} registers, {report.spilled_bytes} bytes"
             f" spilled, {report.shared_bytes:6} bytes shared, {report.seconds:.2f} s"

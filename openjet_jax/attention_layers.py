@@ -80,6 +80,13 @@ def attention[C: KVCache](
         return _by_kernels(h, layer, kv, weights, at, config)
     q, gate, k, v = attention_inputs(h, weights, layer, at.positions, config)
     kv = kv.write(layer, at.start, k, v, at.live)
+    if weights.kernels and attend is attend_to_all:
+        from pallas_kernels.attention_prefill import attn_prefill, fits
+
+        if fits(q, kv.k):
+            index = jnp.asarray(layer, jnp.int32)
+            gated = attn_prefill(q, kv.k, kv.v, index, at.start, at.end, gate, at.first)
+            return project(gated.reshape(gated.shape[0], -1), weights.out, layer), kv
     out, kv = attend(q, kv, layer, at)
     return attention_output(out, gate, weights, layer), kv
 

@@ -309,6 +309,11 @@ def merge(word: Word, mask: int, pattern: int | Word) -> Word:
     )
 
 
+def multiply_bfloats(a: Word, b: Word) -> Word:
+    """Returns the products of two pairs of bfloat16."""
+    return Word(_pure("mul.rn.bf16x2 $0, $1, $2;", a, b, result=_i32))
+
+
 def add_halves(a: Word, b: Word | int) -> Word:
     """Returns the sums of two pairs of float16."""
     return Word(_pure("add.rn.f16x2 $0, $1, $2;", a, _word(b), result=_i32))
@@ -485,6 +490,47 @@ def descriptor(address: Word) -> Word:
     return (address & 0x3FFFF) >> 4
 
 
+def descriptor_of_rows(address: Word, panel_bytes: int) -> Word:
+    """Returns the low word of the description of a right-hand matrix whose rows lie in memory.
+
+    The matrix is [k, columns] of 16 bits in panels [k, 64], a row 128 bytes; the 16-byte piece c of
+    row n stands at place c ^ (n % 8). The address is a multiple of 1,024; sixteen rows are 2,048.
+    """
+    return descriptor(address) | panel_bytes >> 4 << 16
+
+
+def _wgmma(
+    acc: Sequence[Float] | int, left: Sequence[Word], matrix: Word, kind: str, turned: bool
+) -> list[Float]:
+    """Emits a product: acc may be a number of new sums; left is a fragment, or a `descriptor`."""
+    old = [] if isinstance(acc, int) else list(acc)
+    count = acc if isinstance(acc, int) else len(acc)
+    sums = ", ".join(f"${i}" for i in range(count))
+    words = [f"${count + len(old) + i}" for i in range(len(left) + 1)]
+    # In the high word: eight rows are 64 times 16 bytes, and the swizzle is that of 128 bytes.
+    high, flags = 0x40000040, f"p, 1, 1, {int(turned)}"
+    setup = f"mov.b64 d, {{{words[-1]}, {high}}};"
+    operand = f"{{{', '.join(words[:-1])}}}"
+    if len(left) == 1:
+        setup += f" mov.b64 e, {{{words[0]}, {high}}};"
+        operand, flags = "e", f"p, 1, 1, 0, {int(turned)}"
+    text = (
+        f"{{ .reg .b64 d, e; .reg .pred p; setp.{'eq' if old else 'ne'}.b32 p, 0, 0; {setup}"
+        f" wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{kind}.{kind} {{{sums}}}, {operand},"
+        f" d, {flags}; }}"
+    )
+    constraints = ["=f"] * count + [str(i) for i in range(len(old))] + ["r"] * len(words)
+    struct = llvm.inline_asm(
+        llvm.StructType.get_literal([_f32()] * count),
+        [register.value for register in (*old, *left, matrix)],
+        text,
+        ",".join(constraints),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    return [Float(llvm.extractvalue(_f32(), struct, [i])) for i in range(count)]
+
+
 def wgmma(acc: Sequence[Float], a: Sequence[Word], matrix: Word) -> list[Float]:
     """Returns `acc + A @ B` of a warpgroup, not to be looked at before `wgmma_wait`.
 
@@ -492,27 +538,20 @@ def wgmma(acc: Sequence[Float], a: Sequence[Word], matrix: Word) -> list[Float]:
     `descriptor`, [16, columns]. acc[4 j : 4 j + 4] holds columns 8 j + 2t and + 1 of row g, then of
     row g + 8, for lane 4 g + t.
     """
-    count = len(acc)
-    sums = ", ".join(f"${i}" for i in range(count))
-    words = ", ".join(f"${2 * count + i}" for i in range(4))
-    shape = f"m64n{2 * count}k16"
-    # In the high word: eight columns are 64 times 16 bytes, and the swizzle is that of 128 bytes.
-    text = (
-        "{ .reg .b64 d; .reg .pred p; setp.eq.b32 p, 0, 0;"
-        f" mov.b64 d, {{${2 * count + 4}, {0x40000040}}};"
-        f" wgmma.mma_async.sync.aligned.{shape}.f32.f16.f16 {{{sums}}}, {{{words}}},"
-        " d, p, 1, 1, 0; }"
-    )
-    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * 5
-    struct = llvm.inline_asm(
-        llvm.StructType.get_literal([_f32()] * count),
-        [register.value for register in (*acc, *a, matrix)],
-        text,
-        ",".join(constraints),
-        asm_dialect=0,
-        has_side_effects=True,
-    )
-    return [Float(llvm.extractvalue(_f32(), struct, [i])) for i in range(count)]
+    return _wgmma(acc, a, matrix, "f16", turned=False)
+
+
+def wgmma_shared(acc: Sequence[Float] | int, left: Word, right: Word) -> list[Float]:
+    """Returns `acc + A @ B` as `wgmma` does; A [64, 16] is of `descriptor` too, from [64, 64].
+
+    A number in place of acc asks for so many new sums.
+    """
+    return _wgmma(acc, [left], right, "f16", turned=False)
+
+
+def wgmma_rows(acc: Sequence[Float], a: Sequence[Word], matrix: Word) -> list[Float]:
+    """Returns `acc + A @ B` as `wgmma` does, in bfloat16; B is of `descriptor_of_rows`."""
+    return _wgmma(acc, a, matrix, "bf16", turned=True)
 
 
 def wgmma_fence() -> None:
@@ -621,6 +660,11 @@ def copy_async(shared: Word, source: ir.Value, num_bytes: Word) -> None:
     _asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", shared, source, num_bytes)
 
 
+def copy_async_word(shared: Word, source: ir.Value, num_bytes: Word) -> None:
+    """Starts this thread's copy of 4 bytes, of which those after `num_bytes` become zero."""
+    _asm("cp.async.ca.shared.global [$0], [$1], 4, $2;", shared, source, num_bytes)
+
+
 def close_copies() -> None:
     """Makes this thread's copies since the last call a group."""
     _asm("cp.async.commit_group;")
@@ -663,6 +707,11 @@ def barrier_init(barrier: Word, arrivals: int) -> None:
 def fence_barriers() -> None:
     """Makes prepared barriers visible to the copy engine and to the cluster."""
     _asm("fence.mbarrier_init.release.cluster;")
+
+
+def fence_shared_writes() -> None:
+    """Makes what this thread wrote to shared memory visible to the tensor cores' own reads."""
+    _asm("fence.proxy.async.shared::cta;")
 
 
 def barrier_wait(barrier: Word, parity: Word) -> None:
