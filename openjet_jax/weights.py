@@ -77,7 +77,7 @@ class LayerInput(eqx.Module):
 
     Attributes:
       values: the rows.
-      prepared: the same rows as products with one kind of block read them.
+      prepared: the same rows, as products with each kind of block read them.
     """
 
     values: Float[Array, "n k"]
@@ -134,7 +134,7 @@ class Tiled(eqx.Module):
           first: rows of W to leave out, a multiple of 16.
           epilogue: "silu_gate" of paired projections gives `silu(gate) * up`.
         """
-        x, prepared = (x.values, x.prepared) if isinstance(x, LayerInput) else (x, None)
+        x, prepared = (x.values, x.prepared) if isinstance(x, LayerInput) else (x, ())
         many = x.shape[0] > 16
 
         def run(index: int, slot) -> Array:
@@ -171,13 +171,14 @@ def _decode(
 
     (rows, k), block = x.shape, BLOCKS[name]
     padded = 8 if rows <= 8 else 16
-    if prepared is None or prepared.operand != block.operand:
+    activations = next((made for made in prepared if made.operand == block.operand), None)
+    if activations is None:
         x = jnp.pad(x, ((0, padded - rows), (0, 0)))
-        prepared = decode_inputs(x, block).activations
+        activations = decode_inputs(x, block).activations
     outputs = words.shape[1] * 16 - first
     tiles = default_tiles(block, outputs, k, rows=padded)
     tiles = dataclasses.replace(tiles, overlap=known)
-    return decode_product(prepared, words, layer, block, tiles, epilogue, first=first)
+    return decode_product(activations, words, layer, block, tiles, epilogue, first=first)
 
 
 def _prefill(x: Array, words: Array, layer: Array, name: str, epilogue, first: int) -> Array:
@@ -300,7 +301,8 @@ def prepared_input(
 ) -> tuple[Float[Array, "n k"], LayerInput]:
     """Returns x + added, and its normed rows ready for products, all made in one launch.
 
-    Rows are prepared for the kind of block that most of the readers' layers have.
+    Rows are prepared for the kinds of block that the layer's readers have; where it is traced, for
+    the kind that most of their layers have.
 
     Args:
       x: the residual stream, 8 or 16 rows.
@@ -313,12 +315,16 @@ def prepared_input(
     from pallas_kernels.decode_blocks import BLOCKS
     from pallas_kernels.decode_inputs import decode_inputs
 
-    blocks = [BLOCKS[weight.formats[i]] for weight in readers for i, _ in weight.table]
-    ((usual, _),) = collections.Counter(block.operand for block in blocks).most_common(1)
-    block = next(block for block in blocks if block.operand == usual)
+    known = isinstance(layer, int)
+    tables = [(w, [w.table[layer]] if known else w.table) for w in readers]
+    blocks = [BLOCKS[weight.formats[i]] for weight, table in tables for i, _ in table]
+    kinds = collections.Counter(block.operand for block in blocks).most_common(2 if known else 1)
+    block, *also = (next(b for b in blocks if b.operand == kind) for kind, _ in kinds)
     at = jnp.reshape(jnp.asarray(layer, jnp.int32), 1)
-    made = decode_inputs(x, block, added=added, norm=norm, layer=at, eps=eps)
-    return made.stream, LayerInput(values=made.normed, prepared=made.activations)
+    other = also[0] if also else None
+    made = decode_inputs(x, block, added=added, norm=norm, layer=at, eps=eps, also=other)
+    prepared = tuple(a for a in (made.activations, made.also) if a is not None)
+    return made.stream, LayerInput(values=made.normed, prepared=prepared)
 
 
 def gated(

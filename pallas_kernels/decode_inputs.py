@@ -23,7 +23,7 @@ _VALUE_WORDS = 128
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Inputs:
     """A residual stream, and what the products of a layer make of it.
 
@@ -31,11 +31,13 @@ class Inputs:
       stream: float32 [R, K]: x, with `added` where there is one.
       normed: float32 [R, K]: `stream / sqrt(mean(stream^2) + eps) * norm`, or the stream itself.
       activations: the normed rows as products read them.
+      also: the same for another kind of block, None where there is none.
     """
 
     stream: jax.Array
     normed: jax.Array
     activations: Activations
+    also: Activations | None = None
 
 
 def decode_inputs_reference(
@@ -46,6 +48,7 @@ def decode_inputs_reference(
     norm: jax.Array | None = None,
     layer: jax.Array | None = None,
     eps: float = 0.0,
+    also: Block | None = None,
 ) -> Inputs:
     """Returns what `decode_inputs` does, in plain JAX."""
     stream = x if added is None else x + added
@@ -54,10 +57,11 @@ def decode_inputs_reference(
         assert layer is not None
         scale = jax.lax.rsqrt(jnp.mean(stream * stream, -1, keepdims=True) + eps)
         normed = stream * scale * norm[layer[0]][None]
-    return Inputs(stream=stream, normed=normed, activations=prepare(normed, block))
+    other = None if also is None else prepare(normed, also)
+    return Inputs(stream, normed, prepare(normed, block), other)
 
 
-@functools.partial(jax.jit, static_argnames=("block", "eps"))
+@functools.partial(jax.jit, static_argnames=("block", "also", "eps"))
 def decode_inputs(
     x: jax.Array,
     block: Block,
@@ -66,6 +70,7 @@ def decode_inputs(
     norm: jax.Array | None = None,
     layer: jax.Array | None = None,
     eps: float = 0.0,
+    also: Block | None = None,
 ) -> Inputs:
     """Returns the rows that a layer's products read, added, normed and prepared in one launch.
 
@@ -76,6 +81,7 @@ def decode_inputs(
       norm: float32 [layers, K], weights of an RMSNorm (Zhang, Sennrich 2019).
       layer: int32 [1], whose weights; with `norm`.
       eps: of the norm.
+      also: another kind of block, where products of both kinds read the rows.
 
     Raises:
       ValueError: sizes that no block has.
@@ -85,14 +91,14 @@ def decode_inputs(
         raise ValueError(f"{rows=} must be 8 or 16, and {k=} a multiple of {WEIGHTS}; pad them")
     if (norm is None) != (layer is None):
         raise ValueError("a norm and its layer come together")
-    plan = _Plan(block=block, rows=rows, blocks=k // WEIGHTS, eps=eps)
+    plan = _Plan(block=block, also=also, rows=rows, blocks=k // WEIGHTS, eps=eps)
     operands = {"x": x, "added": added, "norm": norm, "layer": layer}
     names = [name for name, operand in operands.items() if operand is not None]
-    words = operand_words(block, rows)
     outputs = {
-        "blocks": jax.ShapeDtypeStruct((plan.blocks, words), jnp.uint32),
-        "scales": jax.ShapeDtypeStruct((rows,), jnp.float32),
+        name: jax.ShapeDtypeStruct((plan.blocks, operand_words(kind, rows)), jnp.uint32)
+        for name, kind in plan.operands
     }
+    outputs["scales"] = jax.ShapeDtypeStruct((rows,), jnp.float32)
     if added is not None:
         outputs["stream"] = jax.ShapeDtypeStruct((rows, k), jnp.float32)
     if norm is not None:
@@ -120,13 +126,11 @@ def decode_inputs(
     )(*(operand for operand in operands.values() if operand is not None))
     found = dict(zip(outputs, results, strict=True))
     stream = found.get("stream", x)
-    return Inputs(
-        stream=stream,
-        normed=found.get("normed", stream),
-        activations=Activations(
-            blocks=found["blocks"], scales=found["scales"], operand=block.operand
-        ),
-    )
+    made = [
+        Activations(blocks=found[name], scales=found["scales"], operand=kind.operand)
+        for name, kind in plan.operands
+    ]
+    return Inputs(stream, found.get("normed", stream), *made)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,6 +141,13 @@ class _Plan:
     rows: int
     blocks: int
     eps: float
+    also: Block | None = None
+
+    @property
+    def operands(self) -> list[tuple[str, Block]]:
+        """Names of the results that hold activations, and the kinds of block they are for."""
+        kinds = [("blocks", self.block), ("blocks_also", self.also)]
+        return [(name, kind) for name, kind in kinds if kind is not None]
 
     @property
     def turns(self) -> int:
@@ -220,7 +231,9 @@ def run_row(isa, plan: _Plan, places: dict[str, Any], shared, row) -> None:
     factor, scale = _power_of_two(isa, largest)
     isa.store_global(isa.offset_address(places["scales"], row, 4), [scale])
     for (inside, index), values in zip(turns, loaded, strict=True):
-        _store_operand(isa, plan, places["blocks"], index, row, inside, values, factor)
+        for name, kind in plan.operands:
+            at = (places[name], index, row, inside)
+            _store_operand(isa, kind, plan.rows, *at, values, factor)
 
 
 def _over_row(isa, plan: _Plan, value, combine, shared):
@@ -247,12 +260,14 @@ def _power_of_two(isa, largest):
     return isa.as_float((258 - exponent) << 23), isa.as_float((exponent - 4) << 23)
 
 
-def _store_operand(isa, plan: _Plan, blocks, index, row, inside, values, factor) -> None:
+def _store_operand(
+    isa, block: Block, rows: int, blocks, index, row, inside, values, factor
+) -> None:
     """Stores a lane's part of a block of the operand; see `Activations.blocks`."""
-    block, tiles = plan.block, plan.rows // 8
+    tiles = rows // 8
     lane = isa.thread_index() & 31
     run, t, g, tile = lane >> 2, lane & 3, row & 7, row >> 3
-    at = isa.offset_address(blocks, index, operand_words(block, plan.rows) * 4)
+    at = isa.offset_address(blocks, index, operand_words(block, rows) * 4)
     sixteenth = factor * isa.Float(1 / 16)
     words, sums = [], []
     for half in (0, 1):

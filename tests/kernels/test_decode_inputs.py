@@ -21,14 +21,17 @@ from tests.kernels.block_model import Threads
 KINDS = {block.operand: block for block in BLOCKS.values()}
 
 
-def modelled(block: Block, rows: int, operands: dict[str, np.ndarray], eps: float):
+def modelled(
+    block: Block, rows: int, operands: dict[str, np.ndarray], eps: float, also: Block | None = None
+):
     """Returns what the kernel stores, by name; NaN where it stores nothing."""
     k = operands["x"].shape[1]
-    plan = _Plan(block=block, rows=rows, blocks=k // 256, eps=eps)
+    plan = _Plan(block=block, also=also, rows=rows, blocks=k // 256, eps=eps)
     stored = {
-        "blocks": np.full((plan.blocks, operand_words(block, rows)), 0x7FFF7FFF, np.uint32),
-        "scales": np.full(rows, np.nan, np.float32),
+        name: np.full((plan.blocks, operand_words(kind, rows)), 0x7FFF7FFF, np.uint32)
+        for name, kind in plan.operands
     }
+    stored["scales"] = np.full(rows, np.nan, np.float32)
     for name, cause in (("stream", "added"), ("normed", "norm")):
         if cause in operands:
             stored[name] = np.full((rows, k), np.nan, np.float32)
@@ -96,6 +99,16 @@ def test_one_launch_adds_norms_and_prepares(block, rows, k, kind):
         mine, sums = both
         if sums.size:
             assert np.abs(mine - sums).max() < 2e-4 * np.abs(sums).max()
+
+
+def test_rows_for_two_kinds_of_block_are_those_for_each():
+    operands = inputs(8, 2304, "added")
+    one, other = BLOCKS["q4_k"], BLOCKS["q6_k"]
+    both = modelled(one, 8, operands, 1e-6, also=other)
+    apart = [modelled(block, 8, operands, 1e-6) for block in (one, other)]
+    assert np.array_equal(both["blocks"], apart[0]["blocks"])
+    assert np.array_equal(both["blocks_also"], apart[1]["blocks"])
+    assert np.array_equal(both["scales"], apart[1]["scales"])
 
 
 def test_a_row_of_zeros_is_prepared_as_zeros():
