@@ -47,6 +47,7 @@ from pallas_kernels.decode_product import decode_product  # noqa: E402
 from pallas_kernels.deltanet_decode import Tiles as GdnTiles  # noqa: E402
 from pallas_kernels.deltanet_decode import gdn_decode  # noqa: E402
 from pallas_kernels.deltanet_layer import Sizes  # noqa: E402
+from pallas_kernels.prefill_inputs import prefill_inputs  # noqa: E402
 from pallas_kernels.prefill_product import prefill_activations  # noqa: E402
 
 ATTENTION_HEADS = [(8, 2), (16, 4), (24, 4)]
@@ -174,6 +175,18 @@ def compile_prefill(case: PrefillCase, sharding) -> Report:
     return compile_kernel(case.name, prefill_program(case), operands, sharding)
 
 
+def compile_prefill_inputs(k: int, sharding) -> Report:
+    """Returns the report of what comes before a product of 2,048 rows."""
+    rows = jax.ShapeDtypeStruct((2048, k), jnp.float32)
+    norm = jax.ShapeDtypeStruct((2, k), jnp.float32)
+    layer = jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def run(x, added, norm, layer):
+        return prefill_inputs(x, added=added, norm=norm, layer=layer, eps=1e-6)
+
+    return compile_kernel(f"prefill_inputs_{k}", run, (rows, rows, norm, layer), sharding)
+
+
 def compile_gdn_decode(sizes: Sizes, sharding, tiles: GdnTiles | None = None) -> Report:
     """Returns the report of a DeltaNet layer's decode kernel."""
     specs = jax.eval_shape(lambda: gdn_operands(sizes, layers=2, key=jax.random.key(0)))
@@ -233,6 +246,7 @@ def main() -> None:
         (compile_inputs(case, sharding) for case in INPUTS_CASES),
         (compile_head(case, sharding) for case in HEAD_CASES),
         (compile_prefill(case, sharding) for case in PREFILL_CASES),
+        (compile_prefill_inputs(k, sharding) for k in (5120, 17408)),
         (compile_gdn_decode(sizes, sharding) for sizes in GDN_SIZES),
     )
     attention = (

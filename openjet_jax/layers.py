@@ -50,9 +50,9 @@ def add_and_norm(
       eps: of the norm.
       readers: the projections.
     """
-    tiled = [weight for weight in readers if isinstance(weight, Tiled)]
-    if tiled and x.shape[0] in (8, 16):
-        return prepared_input(x, added, norm, layer, eps, tiled)
+    rows = x.shape[0]
+    if (rows in (8, 16) or rows > 16) and any(isinstance(w, Tiled) for w in readers):
+        return prepared_input(x, added, norm, layer, eps, readers)
     x = x + added
     return x, rms_norm(x, norm[layer], eps)
 

@@ -76,12 +76,15 @@ class LayerInput(eqx.Module):
     """Rows that several projections read, prepared for the kernels once.
 
     Attributes:
-      values: the rows.
-      prepared: the same rows, as products with each kind of block read them.
+      values: the rows; None where kernels alone read them.
+      prepared: the same rows, as products with each kind of block read them, or as those of many
+        rows do.
+      count: how many rows.
     """
 
-    values: Float[Array, "n k"]
-    prepared: Any
+    values: Float[Array, "n k"] | None
+    prepared: tuple[Any, ...]
+    count: int = eqx.field(static=True)
 
 
 class Tiled(eqx.Module):
@@ -134,59 +137,57 @@ class Tiled(eqx.Module):
           first: rows of W to leave out, a multiple of 16.
           epilogue: "silu_gate" of paired projections gives `silu(gate) * up`.
         """
-        x, prepared = (x.values, x.prepared) if isinstance(x, LayerInput) else (x, ())
-        many = x.shape[0] > 16
+        if not isinstance(x, LayerInput):
+            x = LayerInput(values=x, prepared=(), count=x.shape[0])
 
         def run(index: int, slot) -> Array:
             at = jnp.reshape(jnp.asarray(slot, jnp.int32), 1)
             operands = (self.stacks[index], at, self.formats[index], epilogue, first)
-            if many:
+            if x.count > 16:
                 return _prefill(x, *operands)
-            return _decode(x, prepared, *operands, known=isinstance(layer, int))
+            return _decode(x, *operands, known=isinstance(layer, int))
 
-        return _by_format(run, self.table, len(self.stacks), layer)[: x.shape[0]]
+        return _by_format(run, self.table, len(self.stacks), layer)[: x.count]
 
 
 # Mosaic takes a second to import, and only an sm_90 GPU needs it.
 
 
 def _decode(
-    x: Array,
-    prepared: Any,
-    words: Array,
-    layer: Array,
-    name: str,
-    epilogue,
-    first: int,
-    known: bool,
+    x: LayerInput, words: Array, layer: Array, name: str, epilogue, first: int, *, known: bool
 ) -> Array:
     """Returns a product of at most 16 rows, padded to 8 or 16.
 
     Where the layer is known when compiling, weights are fetched before the kernel before has ended.
     """
-    from pallas_kernels.decode_blocks import BLOCKS
+    from pallas_kernels.decode_blocks import BLOCKS, WEIGHTS
     from pallas_kernels.decode_cuts import default_tiles
     from pallas_kernels.decode_inputs import decode_inputs
     from pallas_kernels.decode_product import decode_product
 
-    (rows, k), block = x.shape, BLOCKS[name]
-    padded = 8 if rows <= 8 else 16
-    activations = next((made for made in prepared if made.operand == block.operand), None)
+    block, padded = BLOCKS[name], 8 if x.count <= 8 else 16
+    activations = next((made for made in x.prepared if made.operand == block.operand), None)
     if activations is None:
-        x = jnp.pad(x, ((0, padded - rows), (0, 0)))
-        activations = decode_inputs(x, block).activations
-    outputs = words.shape[1] * 16 - first
+        assert x.values is not None
+        rows = jnp.pad(x.values, ((0, padded - x.count), (0, 0)))
+        activations = decode_inputs(rows, block).activations
+    outputs, k = words.shape[1] * 16 - first, words.shape[2] // block.words * WEIGHTS
     tiles = default_tiles(block, outputs, k, rows=padded)
     tiles = dataclasses.replace(tiles, overlap=known)
     return decode_product(activations, words, layer, block, tiles, epilogue, first=first)
 
 
-def _prefill(x: Array, words: Array, layer: Array, name: str, epilogue, first: int) -> Array:
+def _prefill(x: LayerInput, words: Array, layer: Array, name: str, epilogue, first: int) -> Array:
     """Returns a product of many rows, padded to whole tiles."""
     from pallas_kernels.decode_blocks import BLOCKS
-    from pallas_kernels.prefill_product import prefill_activations, prefill_product
+    from pallas_kernels.prefill_inputs import prefill_inputs
+    from pallas_kernels.prefill_product import prefill_product
 
-    activations = prefill_activations(x)
+    if x.prepared:
+        (activations,) = x.prepared
+    else:
+        assert x.values is not None
+        activations = prefill_inputs(x.values).activations
     return prefill_product(activations, words, layer, BLOCKS[name], epilogue, first=first)
 
 
@@ -297,34 +298,41 @@ def prepared_input(
     norm: Float[Array, "layers k"],
     layer: Int[Array, ""] | int,
     eps: float,
-    readers: Sequence[Tiled],
+    readers: Sequence[PartProjection],
 ) -> tuple[Float[Array, "n k"], LayerInput]:
     """Returns x + added, and its normed rows ready for products, all made in one launch.
 
-    Rows are prepared for the kinds of block that the layer's readers have; where it is traced, for
-    the kind that most of their layers have.
+    Rows of a cycle are prepared for the kinds of block that the layer's readers have; where it is
+    traced, for the kind that most of their layers have.
 
     Args:
-      x: the residual stream, 8 or 16 rows.
+      x: the residual stream: 8 or 16 rows, or more than 16.
       added: what the block before gives to it.
       norm: weights of the norm.
       layer: whose norm; may be traced.
       eps: of the norm.
-      readers: projections of the normed rows.
+      readers: projections of the normed rows, at least one of them tiled.
     """
     from pallas_kernels.decode_blocks import BLOCKS
     from pallas_kernels.decode_inputs import decode_inputs
+    from pallas_kernels.prefill_inputs import prefill_inputs
 
+    at = jnp.reshape(jnp.asarray(layer, jnp.int32), 1)
+    normed = {"added": added, "norm": norm, "layer": at, "eps": eps}
+    tiled = [weight for weight in readers if isinstance(weight, Tiled)]
+    if x.shape[0] > 16:
+        wanted = any(isinstance(weight, Packed) for weight in readers)
+        made = prefill_inputs(x, **normed, wants_normed=wanted)
+        rows = LayerInput(values=made.normed, prepared=(made.activations,), count=x.shape[0])
+        return made.stream, rows
     known = isinstance(layer, int)
-    tables = [(w, [w.table[layer]] if known else w.table) for w in readers]
+    tables = [(weight, [weight.table[layer]] if known else weight.table) for weight in tiled]
     blocks = [BLOCKS[weight.formats[i]] for weight, table in tables for i, _ in table]
     kinds = collections.Counter(block.operand for block in blocks).most_common(2 if known else 1)
     block, *also = (next(b for b in blocks if b.operand == kind) for kind, _ in kinds)
-    at = jnp.reshape(jnp.asarray(layer, jnp.int32), 1)
-    other = also[0] if also else None
-    made = decode_inputs(x, block, added=added, norm=norm, layer=at, eps=eps, also=other)
+    made = decode_inputs(x, block, **normed, also=also[0] if also else None)
     prepared = tuple(a for a in (made.activations, made.also) if a is not None)
-    return made.stream, LayerInput(values=made.normed, prepared=prepared)
+    return made.stream, LayerInput(values=made.normed, prepared=prepared, count=x.shape[0])
 
 
 def gated(
@@ -347,8 +355,9 @@ def _product(
         raise ValueError("this projection is a part of another's matrix; use project_each")
     if isinstance(weight, Tiled):
         return weight.product(x, layer, first=first)
-    x = x.values if isinstance(x, LayerInput) else x
-    return jnp.matmul(x, weight.dense(layer)[first:].T, precision="highest")
+    values = x.values if isinstance(x, LayerInput) else x
+    assert values is not None
+    return jnp.matmul(values, weight.dense(layer)[first:].T, precision="highest")
 
 
 class RowTable(eqx.Module):

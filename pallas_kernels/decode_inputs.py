@@ -212,7 +212,7 @@ def run_row(isa, plan: _Plan, places: dict[str, Any], shared, row) -> None:
         for (inside, _), values in zip(turns, loaded, strict=True):
             squares = functools.reduce(lambda sum, x: isa.fma(x, x, sum), values, isa.Float(0.0))
             total = total + isa.select_float(inside, squares, isa.Float(0.0))
-        total = _over_row(isa, plan, total, lambda a, b: a + b, shared)
+        total = over_row(isa, plan.warps, total, lambda a, b: a + b, shared)
         scale = isa.rsqrt(
             isa.fma(total, isa.Float(1 / (plan.blocks * WEIGHTS)), isa.Float(plan.eps))
         )
@@ -227,8 +227,8 @@ def run_row(isa, plan: _Plan, places: dict[str, Any], shared, row) -> None:
     for (inside, _), values in zip(turns, loaded, strict=True):
         most = functools.reduce(isa.maximum, (isa.magnitude(x) for x in values))
         largest = isa.maximum(largest, isa.select_float(inside, most, isa.Float(0.0)))
-    largest = _over_row(isa, plan, largest, isa.maximum, shared + 4 * _MOST_WARPS)
-    factor, scale = _power_of_two(isa, largest)
+    largest = over_row(isa, plan.warps, largest, isa.maximum, shared + 4 * _MOST_WARPS)
+    factor, scale = power_of_two(isa, largest)
     isa.store_global(isa.offset_address(places["scales"], row, 4), [scale])
     for (inside, index), values in zip(turns, loaded, strict=True):
         for name, kind in plan.operands:
@@ -236,8 +236,16 @@ def run_row(isa, plan: _Plan, places: dict[str, Any], shared, row) -> None:
             _store_operand(isa, kind, plan.rows, *at, values, factor)
 
 
-def _over_row(isa, plan: _Plan, value, combine, shared):
-    """Returns a value combined over all threads, in a fixed order; 0 must be neutral."""
+def over_row(isa, warps: int, value, combine, shared):
+    """Returns a value combined over all threads of a block, in a fixed order.
+
+    Args:
+      isa: `ptx`, or a model of it.
+      warps: of the block, at most 32.
+      value: of each thread.
+      combine: of two values; 0 must be neutral.
+      shared: address of 32 words of shared memory, used once.
+    """
 
     def over_warp(value):
         for distance in (16, 8, 4, 2, 1):
@@ -247,12 +255,12 @@ def _over_row(isa, plan: _Plan, value, combine, shared):
     thread = isa.thread_index()
     lane = thread & 31
     isa.store_shared(shared + (thread >> 5) * 4, [over_warp(value)])
-    isa.sync_threads(0, 32 * plan.warps)
+    isa.sync_threads(0, 32 * warps)
     (found,) = isa.load_shared_floats(shared + lane * 4)
-    return over_warp(isa.select_float(lane < plan.warps, found, isa.Float(0.0)))
+    return over_warp(isa.select_float(lane < warps, found, isa.Float(0.0)))
 
 
-def _power_of_two(isa, largest):
+def power_of_two(isa, largest):
     """Returns the power of two that brings this magnitude to 16..32, and its inverse."""
     exponent = isa.as_word(largest) >> 23
     # Both powers are normal numbers; a row of zeros stays one.

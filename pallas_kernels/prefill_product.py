@@ -94,6 +94,7 @@ class PrefillTiles:
             raise ValueError(f"{self.slices=} and {self.blocks=} must be at least 2")
 
 
+@functools.partial(jax.jit, static_argnames=("block", "epilogue", "tiles", "first"))
 def prefill_product(
     x: PrefillActivations,
     weights: jax.Array,

@@ -27,7 +27,7 @@ def modelled(
     """Returns what the kernel stores, by name; NaN where it stores nothing."""
     k = operands["x"].shape[1]
     plan = _Plan(block=block, also=also, rows=rows, blocks=k // 256, eps=eps)
-    stored = {
+    stored: dict[str, np.ndarray] = {
         name: np.full((plan.blocks, operand_words(kind, rows)), 0x7FFF7FFF, np.uint32)
         for name, kind in plan.operands
     }
