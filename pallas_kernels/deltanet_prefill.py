@@ -1,0 +1,357 @@
+"""The Gated DeltaNet layer of a prompt on the tensor cores, for sm_90 GPUs.
+
+Chunks of 64 rows; what does not depend on the state is made for all chunks at once
+(`deltanet_chunks.py`), then one kernel goes through them in order. With the state S before a chunk,
+exp(G) and exp(G_last - G) of its rows as diagonal matrices D and E, and d = exp(G_last):
+
+    N = solve (V - D K S)           corrections of all rows
+    O = D Q S + scores N            outputs
+    S = d S + K^T E N               the state after the chunk
+
+Columns of S do not meet, so a warp takes 16 of them through all chunks, transposed: then S, N and
+what they are made of are sums of one product and left-hand operands of the next in the same thread
+(`split_tiles.fragment`), and only K, Q, solve and scores come from shared memory, where a block's
+four warps share them and the copy engine brings those of the chunk after next.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import ptx
+from pallas_kernels.delta_rule import CHUNK
+from pallas_kernels.deltanet_chunks import (
+    GROWN_AT,
+    KEYS,
+    KEYS_BYTES,
+    MIX,
+    MIX_BYTES,
+    MOST_GROUPS,
+    SCORES_AT,
+    SOLVE_AT,
+    TAIL_AT,
+    TAPS,
+    THREADS,
+    WIDTH,
+    MixMemory,
+    Plan,
+    mix_kernel,
+    rows_kernel,
+)
+from pallas_kernels.deltanet_layer import Inputs, Memory, Parameters, Sizes, gated_norm
+from pallas_kernels.split_tiles import RightOfColumns, RightOfRows, fragment, multiply
+
+SPLITS = 2
+"""Blocks that share the columns of a state: 16 a warp."""
+
+_STAGES = 2
+_STAGE_BYTES = KEYS_BYTES + MIX_BYTES
+_ROW_TILES, _KEY_TILES = CHUNK // 8, WIDTH // 8
+
+SCAN_BYTES = _STAGES * (_STAGE_BYTES + 8)
+"""Shared memory of a block of the scan: stages, then a barrier for each."""
+
+
+def fits(sizes: Sizes) -> bool:
+    """Returns whether there is a kernel for a layer of these sizes."""
+    groups = sizes.value_heads // sizes.key_heads
+    return sizes.width == WIDTH and sizes.taps == TAPS and groups <= MOST_GROUPS
+
+
+def gdn_prefill(
+    x: Inputs,
+    parameters: Parameters,
+    memory: Memory,
+    layer: Int[Array, ""],
+    start: Int[Array, ""],
+    num_pending: Int[Array, ""],
+    num_live: Int[Array, ""],
+    sizes: Sizes,
+) -> tuple[Float[Array, "rows values"], Memory]:
+    """Returns the gated outputs of a chunk of a prompt, and the memory after it.
+
+    As `gdn_prefill_reference`, but pending rows are folded as a chunk of their own: states agree
+    with one-by-one processing to about 1e-5, not to the bit.
+
+    Args:
+      x: the chunk, a multiple of `delta_rule.CHUNK` rows.
+      parameters: of all layers.
+      memory: of all layers; states change in place.
+      layer: which.
+      start: where the history of the first row begins inside the window.
+      num_pending: pending rows that were accepted; the others are forgotten.
+      num_live: rows that count; outputs of later ones are zero.
+      sizes: of the layer; see `fits`.
+
+    Raises:
+      ValueError: sizes that have no kernel, or rows that do not fill chunks.
+    """
+    if not fits(sizes):
+        raise ValueError(
+            f"{sizes=} have no kernel: it needs width {WIDTH}, {TAPS} taps and at most "
+            f"{MOST_GROUPS} value heads a key head; use gdn_prefill_reference"
+        )
+    (rows, _), pending = x.u.shape, memory.pending
+    if rows % CHUNK or not rows:
+        raise ValueError(f"{rows=} must be a positive multiple of {CHUNK=}; pad the rows")
+    if pending.k.shape[1] > CHUNK:
+        raise ValueError(f"{pending.k.shape[1]=} pending rows must be at most {CHUNK=}")
+    plan = Plan(sizes=sizes, rows=rows, pending_rows=pending.k.shape[1])
+    history = lax.dynamic_slice(
+        memory.window, (layer, start, 0), (1, sizes.history, sizes.channels)
+    )[0]
+    counts = [jnp.reshape(n, 1) for n in (layer, num_pending, num_live)]
+    images, values = _call(
+        functools.partial(rows_kernel, ptx, plan),
+        [
+            jax.ShapeDtypeStruct((sizes.key_heads, plan.chunks, KEYS_BYTES // 4), jnp.uint32),
+            jax.ShapeDtypeStruct((plan.chunks * CHUNK, sizes.value_heads, WIDTH), jnp.float32),
+        ],
+        name="gdn_prefill_rows_kernel",
+        grid=plan.chunks * plan.heads,
+        shared=16,
+    )(x.u, history, parameters.conv, pending.q, pending.k, pending.v, *counts)
+    mixes = _call(
+        functools.partial(mix_kernel, ptx, plan),
+        jax.ShapeDtypeStruct((sizes.value_heads, plan.chunks, MIX_BYTES // 4), jnp.uint32),
+        name="gdn_prefill_mix_kernel",
+        grid=plan.chunks * sizes.key_heads,
+        shared=MixMemory(plan.groups).bytes,
+    )(images, *gates(x, parameters, memory, *counts))
+    # Without pending rows their chunk is left out.
+    first = jnp.reshape((num_pending <= 0).astype(jnp.int32), 1)
+    delta = jax.new_ref(memory.delta)
+    out = _call(
+        functools.partial(scan_kernel, ptx, plan),
+        jax.ShapeDtypeStruct((rows, sizes.value_heads * WIDTH), jnp.float32),
+        name="gdn_prefill_scan_kernel",
+        grid=sizes.value_heads * SPLITS,
+        shared=SCAN_BYTES,
+    )(images, mixes, values, counts[0], first, delta)
+    memory = Memory(
+        delta=jax.freeze(delta),
+        window=lax.dynamic_update_slice(
+            memory.window, _next_history(x.u, history, num_live)[None], (layer, 0, 0)
+        ),
+        pending=pending,
+    )
+    return gated_norm(out, x.z, parameters, layer, sizes), memory
+
+
+def _call(kernel, out_type, *, name: str, grid: int, shared: int):
+    def body(*refs):
+        inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+        inline(lambda _, *refs: kernel(*refs))(*refs)
+
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=[plgpu.SMEM((shared // 4,), jnp.uint32)],
+        grid=(grid,),
+        grid_names=("block",),
+        num_threads=THREADS // 128,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )
+
+
+def gates(
+    x: Inputs,
+    parameters: Parameters,
+    memory: Memory,
+    layer: Int[Array, "1"],
+    num_pending: Int[Array, "1"],
+    num_live: Int[Array, "1"],
+) -> tuple[Float[Array, "rows value_heads"], Float[Array, "rows value_heads"]]:
+    """Returns g and beta of a chunk of pending rows and of the rows after it; padding has zeros.
+
+    Args:
+      x: projected rows.
+      parameters: of all layers.
+      memory: of all layers.
+      layer: which.
+      num_pending: pending rows that count.
+      num_live: rows that count.
+    """
+    (at,) = layer
+    g = parameters.decay[at][None] * jax.nn.softplus(x.a + parameters.dt_bias[at][None])
+
+    def joined(old, new):
+        rows = jnp.arange(CHUNK + len(new))[:, None]
+        both = jnp.concatenate([old, jnp.zeros((CHUNK - len(old), new.shape[1])), new])
+        live = jnp.where(rows < CHUNK, rows < num_pending, rows - CHUNK < num_live)
+        return jnp.where(live, both, 0.0)
+
+    pending = memory.pending
+    return joined(pending.g[at], g), joined(pending.beta[at], jax.nn.sigmoid(x.b))
+
+
+def _next_history(u, history, num_live):
+    """Returns the last rows of the history and the live rows together."""
+    row = num_live + jnp.arange(len(history))
+    old, new = history[jnp.minimum(row, len(history) - 1)], u[jnp.maximum(row - len(history), 0)]
+    return jnp.where((row < len(history))[:, None], old, new)
+
+
+class _Scan:
+    """Where a thread is: a block takes half of a value head's columns, a warp 16 of them."""
+
+    def __init__(self, isa, plan: Plan, *refs):
+        self.isa, self.plan = isa, plan
+        *arrays, layer, first, delta, out, shared = refs
+        self.images, self.mixes, values = (isa.global_address(ref) for ref in arrays)
+        layer, self.first = (
+            isa.uniform(isa.load_global(isa.global_address(ref))[0]) for ref in (layer, first)
+        )
+        self.shared = isa.shared_address(shared)
+        self.barriers = self.shared + _STAGES * _STAGE_BYTES
+        self.thread, self.lane = isa.thread_index(), isa.thread_index() & 31
+        warp, block = isa.uniform(self.thread >> 5), isa.block_index()
+        heads, head = plan.sizes.value_heads, block // SPLITS
+        self.head, self.key_head = head, head % plan.sizes.key_heads
+        # Of a tile of sums [16 columns, 8]: rows g and g + 8, columns 2t and 2t + 1.
+        self.pair = (self.lane & 3) * 2
+        column = (block % SPLITS) * (WIDTH // SPLITS) + warp * 16 + (self.lane >> 2)
+        self.row_bytes = heads * WIDTH * 4
+        self.values, self.out = (
+            isa.offset_address(
+                isa.offset_address(pointer, head * WIDTH + column, 4), self.pair, self.row_bytes
+            )
+            for pointer in (values, isa.global_address(out))
+        )
+        row = (layer * heads + head) * WIDTH + self.pair
+        delta = isa.offset_address(isa.global_address(delta), row, WIDTH * 4)
+        self.state = isa.offset_address(delta, column, 4)
+
+    def fetch(self, chunk, stage) -> None:
+        """Starts the copies of a chunk's matrices, if there is one; one thread does."""
+        isa, chunks = self.isa, self.plan.chunks
+        with isa.when(self.thread.equals(0)), isa.when(chunk < chunks):
+            full, place = self.barriers + stage * 8, self.shared + stage * _STAGE_BYTES
+            isa.barrier_expect(full, _STAGE_BYTES)
+            source = isa.offset_address(self.images, self.key_head * chunks + chunk, KEYS_BYTES)
+            isa.copy_bulk_cached(place, source, KEYS_BYTES, full)
+            source = isa.offset_address(self.mixes, self.head * chunks + chunk, MIX_BYTES)
+            isa.copy_bulk_cached(place + KEYS_BYTES, source, MIX_BYTES, full)
+
+
+def _tile_offsets(row_bytes: int, tile: int) -> list[int]:
+    """Returns byte offsets of a thread's four sums of a transposed tile in an array by rows."""
+    return [(8 * tile + i % 2) * row_bytes + 32 * (i // 2) for i in range(4)]
+
+
+def scan_kernel(isa, plan: Plan, *refs) -> None:
+    """Runs one thread of the kernel that goes through the chunks.
+
+    Args:
+      isa: instructions: `ptx`, or a model of them.
+      plan: sizes.
+      *refs: images, mixes, values, layer, first chunk, states, outputs and shared memory.
+    """
+    at = _Scan(isa, plan, *refs)
+    with isa.when(at.thread.equals(0)):
+        for stage in range(_STAGES):
+            isa.barrier_init(at.barriers + 8 * stage, 1)
+        isa.fence_barriers()
+    isa.sync_threads(0, THREADS)
+    for stage in range(_STAGES):
+        at.fetch(at.first + stage, isa.Word(stage))
+    state = [
+        [isa.load_global_floats(at.state, offset)[0] for offset in _tile_offsets(4 * WIDTH, tile)]
+        for tile in range(_KEY_TILES)
+    ]
+
+    def step(chunk, state):
+        index = chunk - at.first
+        stage = index & 1
+        state = _advance(at, chunk, stage, (index >> 1) & 1, state)
+        isa.sync_threads(0, THREADS)
+        at.fetch(chunk + _STAGES, stage)
+        return state
+
+    state = isa.loop(at.first, plan.chunks, 1, state, step)
+    for tile, values in enumerate(state):
+        for value, offset in zip(values, _tile_offsets(4 * WIDTH, tile), strict=True):
+            isa.store_global(at.state, [value], offset)
+
+
+def _advance(at: _Scan, chunk, stage, parity, state):
+    """Returns the state after a chunk, and stores its outputs."""
+    isa = at.isa
+    row = isa.offset_address(at.values, chunk, CHUNK * at.row_bytes)
+    values = [
+        [isa.load_global_floats(row, offset)[0] for offset in _tile_offsets(at.row_bytes, tile)]
+        for tile in range(_ROW_TILES)
+    ]
+    base = at.shared + stage * _STAGE_BYTES
+    isa.barrier_wait(at.barriers + stage * 8, parity)
+    read, queried = _read_state(at, base, state)
+    mix = base + KEYS_BYTES
+    grown, tail = (_pairs(at, mix + place) for place in (GROWN_AT, TAIL_AT))
+    residual = [
+        [isa.fma(-factor[i % 2], found[i], value[i]) for i in range(4)]
+        for value, found, factor in zip(values, read, grown, strict=True)
+    ]
+    nothing = [[isa.Float(0.0)] * 4 for _ in range(_ROW_TILES)]
+    corrections = _mixed(at, mix + SOLVE_AT, residual, nothing)
+    outs = _mixed(at, mix + SCORES_AT, corrections, _scaled(isa, queried, grown))
+    with isa.when(isa.Word(0) < chunk):
+        place = isa.offset_address(at.out, chunk - 1, CHUNK * at.row_bytes)
+        for tile, sums in enumerate(outs):
+            for value, offset in zip(sums, _tile_offsets(at.row_bytes, tile), strict=True):
+                isa.store_global(place, [value], offset)
+    (decay,) = isa.load_shared_floats(mix + GROWN_AT, 4 * (CHUNK - 1))
+    state = [[isa.product_of(value, decay) for value in values] for values in state]
+    keys = RightOfColumns(isa, KEYS, base, at.lane)
+    written = _scaled(isa, corrections, tail)
+    for index in range(CHUNK // 16):
+        left = fragment(isa, *written[2 * index : 2 * index + 2])
+        for pair in range(_KEY_TILES // 2):
+            for tile, right in enumerate(keys.load(index, pair), 2 * pair):
+                state[tile] = multiply(isa, left, right, state[tile])
+    return state
+
+
+def _pairs(at: _Scan, address):
+    """Returns factors of the two rows of the chunk that a thread has in each tile."""
+    place = address + at.pair * 4
+    return [at.isa.load_shared_floats(place, 32 * tile, 2) for tile in range(_ROW_TILES)]
+
+
+def _scaled(isa, tiles, factors):
+    return [
+        [isa.product_of(value, factor[i % 2]) for i, value in enumerate(values)]
+        for values, factor in zip(tiles, factors, strict=True)
+    ]
+
+
+def _read_state(at: _Scan, base, state):
+    """Returns (K S)^T and (Q S)^T of a chunk, in tiles of 8 rows of the chunk."""
+    isa = at.isa
+    sums = [[[isa.Float(0.0)] * 4 for _ in range(_ROW_TILES)] for _ in range(2)]
+    rights = [RightOfRows(isa, KEYS, base + place, at.lane) for place in (0, KEYS.bytes)]
+    for step in range(WIDTH // 16):
+        left = fragment(isa, *state[2 * step : 2 * step + 2])
+        for tiles, right in zip(sums, rights, strict=True):
+            for pair in range(_ROW_TILES // 2):
+                for tile, columns in enumerate(right.load(step, pair), 2 * pair):
+                    tiles[tile] = multiply(isa, left, columns, tiles[tile])
+    return sums
+
+
+def _mixed(at: _Scan, base, tiles, sums):
+    """Returns sums + (M X)^T of tiles of X^T and a lower triangular M."""
+    isa, sums = at.isa, list(sums)
+    right = RightOfRows(isa, MIX, base, at.lane)
+    for step in range(CHUNK // 16):
+        left = fragment(isa, *tiles[2 * step : 2 * step + 2])
+        # Rows of M above the diagonal block have zeros here.
+        for pair in range(step, _ROW_TILES // 2):
+            for tile, columns in enumerate(right.load(step, pair), 2 * pair):
+                sums[tile] = multiply(isa, left, columns, sums[tile])
+    return sums
