@@ -66,7 +66,7 @@ def deltanet[S: RecurrentState](
     )
     memory = Memory(delta=state.delta, window=state.window, pending=state.pending)
     counts = state.start, state.num_pending, num_live
-    run = None if chunked else _decode_kernel(weights, sizes)
+    run = (_prefill_kernel if chunked else _decode_kernel)(weights, sizes)
     if run is not None:
         x, first = Inputs(*(part.rows for part in parts)), tuple(part.first for part in parts)
         at = jnp.asarray(layer, jnp.int32)
@@ -86,4 +86,13 @@ def _decode_kernel(weights: DeltaNetWeights, sizes: Sizes):
 
         if fits(sizes):
             return gdn_decode
+    return None
+
+
+def _prefill_kernel(weights: DeltaNetWeights, sizes: Sizes):
+    if weights.kernels:
+        from pallas_kernels.deltanet_prefill import fits, gdn_prefill
+
+        if fits(sizes):
+            return gdn_prefill
     return None

@@ -37,6 +37,12 @@ KEYS_BYTES = 2 * KEYS.bytes
 MIX_BYTES = 2 * MIX.bytes + 2 * CHUNK * 4
 """Of a chunk of a value head: solve, scores, and the two decays of each row."""
 
+SPLITS = 2
+"""Blocks of the scan that share the columns of a state."""
+
+VALUES_BYTES = CHUNK * WIDTH // SPLITS * 4
+"""Of a chunk of a block of the scan."""
+
 SOLVE_AT, SCORES_AT, GROWN_AT, TAIL_AT = 0, MIX.bytes, 2 * MIX.bytes, 2 * MIX.bytes + CHUNK * 4
 
 LEAST_LOG_DECAY = -64.0
@@ -45,6 +51,14 @@ LEAST_LOG_DECAY = -64.0
 # Words from one column of A to the next: lanes of a warp then store to 32 different banks.
 _STRIDE = CHUNK + 4
 _SYSTEM_BYTES = CHUNK * _STRIDE * 4
+
+
+def value_offset(row, column):
+    """Returns the byte offset of a value of a chunk, for integers or registers.
+
+    Eight columns of rows 0, 2, 4 and 6, which a warp loads at once, stand in 32 different banks.
+    """
+    return row * (WIDTH // SPLITS * 4) + (column ^ (((row >> 1) & 3) << 3)) * 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,9 +133,11 @@ class _Rows:
 
     def store_value(self, row, floats) -> None:
         """Stores a lane's channels of a value."""
-        index = (self.chunk * CHUNK + row) * self.plan.sizes.value_heads + self.value_head
-        address = self.isa.offset_address(self.values, index, 4 * WIDTH)
-        self.isa.store_global(self.isa.offset_address(address, self.lane, 16), floats)
+        part = self.value_head * SPLITS + (self.lane >> 4)
+        index = part * self.plan.chunks + self.chunk
+        address = self.isa.offset_address(self.values, index, VALUES_BYTES)
+        place = value_offset(row, (self.lane & 15) * 4)
+        self.isa.store_global(self.isa.offset_address(address, place, 1), floats)
 
     def masked(self, is_live, floats):
         """Returns floats of a live row, zeros for others, whatever these hold."""
@@ -350,10 +366,12 @@ def _products(at: _Mix):
     products = [[[isa.Float(0.0)] * 4 for _ in range(tiles)] for _ in lefts]
     for step in range(WIDTH // 16):
         rows = [left.load(step) for left in lefts]
-        for pair in range(tiles // 2):
-            for tile, columns in enumerate(right.load(step, pair), 2 * pair):
-                for product, left in zip(products, rows, strict=True):
-                    product[tile] = multiply(isa, left, columns, product[tile])
+        for pair in range(0, tiles, 2):
+            columns, places = right.load(step, pair // 2), slice(pair, pair + 2)
+            sums = [total for product in products for total in product[places]]
+            sums = multiply(isa, [left for left in rows for _ in columns], 2 * columns, sums)
+            for product, new in zip(products, (sums[:2], sums[2:]), strict=True):
+                product[places] = new
     return products
 
 

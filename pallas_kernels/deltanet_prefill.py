@@ -33,24 +33,26 @@ from pallas_kernels.deltanet_chunks import (
     MOST_GROUPS,
     SCORES_AT,
     SOLVE_AT,
+    SPLITS,
     TAIL_AT,
     TAPS,
     THREADS,
+    VALUES_BYTES,
     WIDTH,
     MixMemory,
     Plan,
     mix_kernel,
     rows_kernel,
+    value_offset,
 )
 from pallas_kernels.deltanet_layer import Inputs, Memory, Parameters, Sizes, gated_norm
 from pallas_kernels.split_tiles import RightOfColumns, RightOfRows, fragment, multiply
 
-SPLITS = 2
-"""Blocks that share the columns of a state: 16 a warp."""
-
 _STAGES = 2
-_STAGE_BYTES = KEYS_BYTES + MIX_BYTES
+_STAGE_BYTES = KEYS_BYTES + MIX_BYTES + VALUES_BYTES
 _ROW_TILES, _KEY_TILES = CHUNK // 8, WIDTH // 8
+_VALUE_ROW = VALUES_BYTES // CHUNK
+_TOGETHER = 8  # sums whose products alternate: about as many as the latency of one has room for
 
 SCAN_BYTES = _STAGES * (_STAGE_BYTES + 8)
 """Shared memory of a block of the scan: stages, then a barrier for each."""
@@ -109,7 +111,9 @@ def gdn_prefill(
         functools.partial(rows_kernel, ptx, plan),
         [
             jax.ShapeDtypeStruct((sizes.key_heads, plan.chunks, KEYS_BYTES // 4), jnp.uint32),
-            jax.ShapeDtypeStruct((plan.chunks * CHUNK, sizes.value_heads, WIDTH), jnp.float32),
+            jax.ShapeDtypeStruct(
+                (sizes.value_heads * SPLITS, plan.chunks, VALUES_BYTES // 4), jnp.float32
+            ),
         ],
         name="gdn_prefill_rows_kernel",
         grid=plan.chunks * plan.heads,
@@ -121,7 +125,7 @@ def gdn_prefill(
         name="gdn_prefill_mix_kernel",
         grid=plan.chunks * sizes.key_heads,
         shared=MixMemory(plan.groups).bytes,
-    )(images, *gates(x, parameters, memory, *counts))
+    )(images, *_gates(x, parameters, memory, layer, num_pending, num_live))
     # Without pending rows their chunk is left out.
     first = jnp.reshape((num_pending <= 0).astype(jnp.int32), 1)
     delta = jax.new_ref(memory.delta)
@@ -160,35 +164,21 @@ def _call(kernel, out_type, *, name: str, grid: int, shared: int):
     )
 
 
-def gates(
-    x: Inputs,
-    parameters: Parameters,
-    memory: Memory,
-    layer: Int[Array, "1"],
-    num_pending: Int[Array, "1"],
-    num_live: Int[Array, "1"],
-) -> tuple[Float[Array, "rows value_heads"], Float[Array, "rows value_heads"]]:
-    """Returns g and beta of a chunk of pending rows and of the rows after it; padding has zeros.
+def _gates(x: Inputs, parameters: Parameters, memory: Memory, layer, num_pending, num_live):
+    """Returns g and beta [rows, value_heads] of the pending rows' chunk and of the rows after it.
 
-    Args:
-      x: projected rows.
-      parameters: of all layers.
-      memory: of all layers.
-      layer: which.
-      num_pending: pending rows that count.
-      num_live: rows that count.
+    Padding has zeros: it changes no state.
     """
-    (at,) = layer
-    g = parameters.decay[at][None] * jax.nn.softplus(x.a + parameters.dt_bias[at][None])
+    g = parameters.decay[layer][None] * jax.nn.softplus(x.a + parameters.dt_bias[layer][None])
 
     def joined(old, new):
-        rows = jnp.arange(CHUNK + len(new))[:, None]
+        row = jnp.arange(CHUNK + len(new))
         both = jnp.concatenate([old, jnp.zeros((CHUNK - len(old), new.shape[1])), new])
-        live = jnp.where(rows < CHUNK, rows < num_pending, rows - CHUNK < num_live)
-        return jnp.where(live, both, 0.0)
+        live = jnp.where(row < CHUNK, row < num_pending, row - CHUNK < num_live)
+        return jnp.where(live[:, None], both, 0.0)
 
     pending = memory.pending
-    return joined(pending.g[at], g), joined(pending.beta[at], jax.nn.sigmoid(x.b))
+    return joined(pending.g[layer], g), joined(pending.beta[layer], jax.nn.sigmoid(x.b))
 
 
 def _next_history(u, history, num_live):
@@ -204,26 +194,22 @@ class _Scan:
     def __init__(self, isa, plan: Plan, *refs):
         self.isa, self.plan = isa, plan
         *arrays, layer, first, delta, out, shared = refs
-        self.images, self.mixes, values = (isa.global_address(ref) for ref in arrays)
+        self.images, self.mixes, self.values = (isa.global_address(ref) for ref in arrays)
         layer, self.first = (
             isa.uniform(isa.load_global(isa.global_address(ref))[0]) for ref in (layer, first)
         )
         self.shared = isa.shared_address(shared)
         self.barriers = self.shared + _STAGES * _STAGE_BYTES
         self.thread, self.lane = isa.thread_index(), isa.thread_index() & 31
-        warp, block = isa.uniform(self.thread >> 5), isa.block_index()
-        heads, head = plan.sizes.value_heads, block // SPLITS
+        warp, self.block = isa.uniform(self.thread >> 5), isa.block_index()
+        heads, head = plan.sizes.value_heads, self.block // SPLITS
         self.head, self.key_head = head, head % plan.sizes.key_heads
         # Of a tile of sums [16 columns, 8]: rows g and g + 8, columns 2t and 2t + 1.
-        self.pair = (self.lane & 3) * 2
-        column = (block % SPLITS) * (WIDTH // SPLITS) + warp * 16 + (self.lane >> 2)
+        self.pair, self.column = (self.lane & 3) * 2, warp * 16 + (self.lane >> 2)
+        column = (self.block % SPLITS) * (WIDTH // SPLITS) + self.column
         self.row_bytes = heads * WIDTH * 4
-        self.values, self.out = (
-            isa.offset_address(
-                isa.offset_address(pointer, head * WIDTH + column, 4), self.pair, self.row_bytes
-            )
-            for pointer in (values, isa.global_address(out))
-        )
+        out = isa.offset_address(isa.global_address(out), head * WIDTH + column, 4)
+        self.out = isa.offset_address(out, self.pair, self.row_bytes)
         row = (layer * heads + head) * WIDTH + self.pair
         delta = isa.offset_address(isa.global_address(delta), row, WIDTH * 4)
         self.state = isa.offset_address(delta, column, 4)
@@ -238,6 +224,9 @@ class _Scan:
             isa.copy_bulk_cached(place, source, KEYS_BYTES, full)
             source = isa.offset_address(self.mixes, self.head * chunks + chunk, MIX_BYTES)
             isa.copy_bulk_cached(place + KEYS_BYTES, source, MIX_BYTES, full)
+            source = isa.offset_address(self.values, self.block * chunks + chunk, VALUES_BYTES)
+            place = place + (KEYS_BYTES + MIX_BYTES)
+            isa.copy_bulk_cached(place, source, VALUES_BYTES, full)
 
 
 def _tile_offsets(row_bytes: int, tile: int) -> list[int]:
@@ -283,20 +272,12 @@ def scan_kernel(isa, plan: Plan, *refs) -> None:
 def _advance(at: _Scan, chunk, stage, parity, state):
     """Returns the state after a chunk, and stores its outputs."""
     isa = at.isa
-    row = isa.offset_address(at.values, chunk, CHUNK * at.row_bytes)
-    values = [
-        [isa.load_global_floats(row, offset)[0] for offset in _tile_offsets(at.row_bytes, tile)]
-        for tile in range(_ROW_TILES)
-    ]
     base = at.shared + stage * _STAGE_BYTES
     isa.barrier_wait(at.barriers + stage * 8, parity)
     read, queried = _read_state(at, base, state)
     mix = base + KEYS_BYTES
     grown, tail = (_pairs(at, mix + place) for place in (GROWN_AT, TAIL_AT))
-    residual = [
-        [isa.fma(-factor[i % 2], found[i], value[i]) for i in range(4)]
-        for value, found, factor in zip(values, read, grown, strict=True)
-    ]
+    residual = _residual(at, mix + MIX_BYTES, read, grown)
     nothing = [[isa.Float(0.0)] * 4 for _ in range(_ROW_TILES)]
     corrections = _mixed(at, mix + SOLVE_AT, residual, nothing)
     outs = _mixed(at, mix + SCORES_AT, corrections, _scaled(isa, queried, grown))
@@ -311,10 +292,27 @@ def _advance(at: _Scan, chunk, stage, parity, state):
     written = _scaled(isa, corrections, tail)
     for index in range(CHUNK // 16):
         left = fragment(isa, *written[2 * index : 2 * index + 2])
-        for pair in range(_KEY_TILES // 2):
-            for tile, right in enumerate(keys.load(index, pair), 2 * pair):
-                state[tile] = multiply(isa, left, right, state[tile])
+        for tile in range(0, _KEY_TILES, _TOGETHER):
+            pairs = range(tile // 2, (tile + _TOGETHER) // 2)
+            rights = [right for pair in pairs for right in keys.load(index, pair)]
+            places = slice(tile, tile + _TOGETHER)
+            state[places] = multiply(isa, [left] * _TOGETHER, rights, state[places])
     return state
+
+
+def _residual(at: _Scan, base, read, grown):
+    """Returns (V - D K S)^T of values in shared memory."""
+    isa = at.isa
+    # Rows 8 apart, and columns 32 bytes apart in the swizzle's bits, are far apart alike.
+    place = base + value_offset(at.pair, at.column)
+    residual = []
+    for tile, (found, factor) in enumerate(zip(read, grown, strict=True)):
+        values = [
+            isa.load_shared_floats(place ^ (32 * (i // 2)), _VALUE_ROW * (8 * tile + i % 2))[0]
+            for i in range(4)
+        ]
+        residual.append([isa.fma(-factor[i % 2], found[i], values[i]) for i in range(4)])
+    return residual
 
 
 def _pairs(at: _Scan, address):
@@ -338,9 +336,8 @@ def _read_state(at: _Scan, base, state):
     for step in range(WIDTH // 16):
         left = fragment(isa, *state[2 * step : 2 * step + 2])
         for tiles, right in zip(sums, rights, strict=True):
-            for pair in range(_ROW_TILES // 2):
-                for tile, columns in enumerate(right.load(step, pair), 2 * pair):
-                    tiles[tile] = multiply(isa, left, columns, tiles[tile])
+            columns = [c for pair in range(_ROW_TILES // 2) for c in right.load(step, pair)]
+            tiles[:] = multiply(isa, [left] * _ROW_TILES, columns, tiles)
     return sums
 
 
@@ -351,7 +348,7 @@ def _mixed(at: _Scan, base, tiles, sums):
     for step in range(CHUNK // 16):
         left = fragment(isa, *tiles[2 * step : 2 * step + 2])
         # Rows of M above the diagonal block have zeros here.
-        for pair in range(step, _ROW_TILES // 2):
-            for tile, columns in enumerate(right.load(step, pair), 2 * pair):
-                sums[tile] = multiply(isa, left, columns, sums[tile])
+        pairs = range(step, _ROW_TILES // 2)
+        columns = [column for pair in pairs for column in right.load(step, pair)]
+        sums[2 * step :] = multiply(isa, [left] * len(columns), columns, sums[2 * step :])
     return sums

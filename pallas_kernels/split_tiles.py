@@ -62,12 +62,18 @@ def fragment(isa, left, right):
     return [high for high, _ in pairs], [low for _, low in pairs]
 
 
-def multiply(isa, left, right, sums):
-    """Returns `left @ right + sums` of high and low fragments, as `ptx.mma` lays them out."""
-    (left_high, left_low), (right_high, right_low) = left, right
-    sums = isa.mma(left_low, right_high, sums, "bf16")
-    sums = isa.mma(left_high, right_low, sums, "bf16")
-    return isa.mma(left_high, right_high, sums, "bf16")
+def multiply(isa, lefts, rights, sums):
+    """Returns each `left @ right + sum` of high and low fragments, as `ptx.mma` lays them out.
+
+    The three products of one sum wait for one another; those of the other sums stand between them.
+    """
+    terms = list(zip(lefts, rights, strict=True))
+    for a, b in ((1, 0), (0, 1), (0, 0)):
+        sums = [
+            isa.mma(left[a], right[b], total, "bf16")
+            for (left, right), total in zip(terms, sums, strict=True)
+        ]
+    return sums
 
 
 class _Reader:
