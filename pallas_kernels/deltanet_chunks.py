@@ -359,9 +359,7 @@ def _products(at: _Mix):
     """Returns this warp's rows of K K^T and Q K^T, eight tiles of sums each."""
     isa, base = at.isa, at.shared + at.memory.keys
     right = RightOfRows(isa, KEYS, base, at.lane)
-    lefts = [
-        Left(isa, KEYS, base + place, at.lane, at.warp * 16) for place in (0, KEYS.bytes)
-    ]
+    lefts = [Left(isa, KEYS, base + place, at.lane, at.warp * 16) for place in (0, KEYS.bytes)]
     tiles = CHUNK // 8
     products = [[[isa.Float(0.0)] * 4 for _ in range(tiles)] for _ in lefts]
     for step in range(WIDTH // 16):
@@ -429,9 +427,7 @@ def _solve(at: _Mix, group, first: int) -> None:
             for i, factor in enumerate(factors, quad):
                 if i > k:
                     values[i] = isa.fma(factor, values[k], values[i])
-    (strength,) = isa.load_shared_floats(
-        at.row_floats(at.memory.strengths, group) + column * 4
-    )
+    (strength,) = isa.load_shared_floats(at.row_floats(at.memory.strengths, group) + column * 4)
     is_odd = (at.lane & 1).equals(1)
     # An even lane stores the high parts of its column and the next, an odd one the low parts.
     start = MIX.offset(isa.Word(0), column & 0xFFFFFFFE)

@@ -46,10 +46,7 @@ class Image:
 def split(isa, first, second):
     """Returns the high parts and the low parts of a pair of floats, a word each."""
     high = isa.pack_bfloats(first, second)
-    rests = [
-        isa.sum_of(value, -isa.bfloat_to_float(high, odd))
-        for odd, value in enumerate((first, second))
-    ]
+    rests = [value - isa.bfloat_to_float(high, odd) for odd, value in enumerate((first, second))]
     return high, isa.pack_bfloats(*rests)
 
 

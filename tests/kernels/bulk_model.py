@@ -4,7 +4,6 @@ A copy's bytes arrive when they are waited for: before, their place holds NaN. W
 store replaces in shared memory, others must have read before a barrier of the block.
 """
 
-
 import numpy as np
 
 from tests.kernels.cluster_model import NAN, Buffer, Grid

@@ -73,8 +73,16 @@ def error(got, want) -> float:
     return float(np.sqrt(np.mean((got - want) ** 2)) / max(np.sqrt(np.mean(want**2)), 1e-30))
 
 
-def assert_agrees(run, sizes: Sizes, rows: int, start: int, num_pending: int, num_live: int):
-    """Compares with the reference in float32; dead rows and rejected pending ones hold NaN."""
+def assert_agrees(run, sizes: Sizes, counts: tuple[int, int, int, int], limit: float) -> None:
+    """Compares with the reference in float32; dead rows and rejected pending ones hold NaN.
+
+    Args:
+      run: the layer.
+      sizes: of the layer.
+      counts: rows, start of the history, pending rows, live rows.
+      limit: largest relative RMS error of states, and a quarter of that of outputs.
+    """
+    rows, start, num_pending, num_live = counts
     x, parameters, memory = gdn_operands(sizes, LAYERS, jax.random.key(0), rows)
     at = [jnp.int32(n) for n in (1, start, num_pending, num_live)]
     wanted, wanted_memory = reference(x, parameters, memory, *at, sizes)
@@ -91,8 +99,8 @@ def assert_agrees(run, sizes: Sizes, rows: int, start: int, num_pending: int, nu
     )
     out, after = run(x, parameters, spoiled, *at, sizes)
     assert np.all(np.asarray(out)[num_live:] == 0)
-    assert error(out, wanted) < 2e-5
-    assert error(after.delta, wanted_memory.delta) < 5e-6
+    assert error(out, wanted) < 4 * limit
+    assert error(after.delta, wanted_memory.delta) < limit
     np.testing.assert_array_equal(after.window, wanted_memory.window)
     for got, want in zip(
         jax.tree.leaves(after.pending), jax.tree.leaves(spoiled.pending), strict=True
@@ -103,9 +111,9 @@ def assert_agrees(run, sizes: Sizes, rows: int, start: int, num_pending: int, nu
 COUNTS = [(64, 2, 3, 50), (128, 0, 0, 128), (64, 8, 8, 1), (192, 1, 2, 65), (64, 1, 2, 0)]
 
 
-@pytest.mark.parametrize(("rows", "start", "num_pending", "num_live"), COUNTS)
-def test_a_layer_agrees_with_its_reference(model, rows, start, num_pending, num_live):
-    assert_agrees(model, gdn_sizes(1, 1), rows, start, num_pending, num_live)
+@pytest.mark.parametrize("counts", COUNTS)
+def test_a_layer_agrees_with_its_reference(model, counts):
+    assert_agrees(model, gdn_sizes(1, 1), counts, 5e-6)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +122,7 @@ def test_a_layer_agrees_with_its_reference(model, rows, start, num_pending, num_
     ids=str,
 )
 def test_a_layer_agrees_whatever_its_heads(model, sizes):
-    assert_agrees(model, sizes, 128, 3, 5, 127)
+    assert_agrees(model, sizes, (128, 3, 5, 127), 5e-6)
 
 
 def in_float64(x: Inputs, parameters: Parameters, memory: Memory, layer: int, sizes: Sizes):
@@ -196,14 +204,13 @@ def errors_in_float64(run, rows: int, keys: str, decay: str) -> tuple[float, flo
 
 @pytest.mark.parametrize("rows", [1, 2, 63, 64, 65, 127, 1000, 2048])
 def test_any_length_is_near_single_steps_in_float64(model, rows):
-    assert max(errors_in_float64(model, rows, "random", "random")) < 5e-5
+    assert max(errors_in_float64(model, rows, "random", "random")) < 1e-5
 
 
 @pytest.mark.parametrize("keys", ["equal", "alternating", "close"])
 @pytest.mark.parametrize("decay", ["none", "all", "mixed"])
 def test_hard_keys_and_decays_are_near_single_steps_in_float64(model, keys, decay):
-    out, state = errors_in_float64(model, 256, keys, decay)
-    assert max(out, state) < 5e-4, (out, state)
+    assert max(errors_in_float64(model, 256, keys, decay)) < 5e-5
 
 
 def test_a_prompt_in_two_parts_is_the_prompt(model):
@@ -264,6 +271,10 @@ def test_a_layer_lowers_for_a_gpu_on_a_host_without_one():
     assert all(f"gdn_prefill_{part}_kernel" in text for part in ("rows", "mix", "scan"))
 
 
+CARD_LIMIT = 5e-5
+"""Sums of a product on the tensor cores lose bits that float32 keeps: up to 2^-23 of each sum."""
+
+
 @functools.cache
 def compiled(sizes: Sizes):
     return jax.jit(functools.partial(kernel, sizes=sizes))
@@ -278,13 +289,13 @@ def on_card(*operands):
 @pytest.mark.parametrize("heads", [(16, 1), (16, 2), (16, 3), (2, 4)])
 def test_a_layer_is_right_on_the_card(heads):
     for counts in (*COUNTS, (2048, 3, 5, 2047)):
-        assert_agrees(on_card, gdn_sizes(*heads), *counts)
+        assert_agrees(on_card, gdn_sizes(*heads), counts, CARD_LIMIT)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 63, 64, 65, 127, 1000, 2048])
 def test_any_length_is_near_single_steps_on_the_card(rows):
-    assert max(errors_in_float64(on_card, rows, "random", "random")) < 5e-5
+    assert max(errors_in_float64(on_card, rows, "random", "random")) < CARD_LIMIT
 
 
 @pytest.mark.gpu
@@ -292,7 +303,7 @@ def test_any_length_is_near_single_steps_on_the_card(rows):
 @pytest.mark.parametrize("decay", ["none", "all", "mixed"])
 def test_hard_keys_and_decays_are_near_single_steps_on_the_card(keys, decay):
     for rows in (256, 2048):
-        assert max(errors_in_float64(on_card, rows, keys, decay)) < 5e-4
+        assert max(errors_in_float64(on_card, rows, keys, decay)) < 10 * CARD_LIMIT
 
 
 @pytest.mark.gpu

@@ -64,9 +64,7 @@ def test_a_product_of_images_is_good_to_sixteen_bits(columns):
     outs = [[isa.Float(0.0)] * 4 for _ in range(columns // 8)]
     for step in range(4):
         left = fragment(isa, *sums[2 * step : 2 * step + 2])
-        rights = [
-            right for pair in range(columns // 16) for right in by_columns.load(step, pair)
-        ]
+        rights = [right for pair in range(columns // 16) for right in by_columns.load(step, pair)]
         outs = multiply(isa, [left] * len(rights), rights, outs)
     got = np.concatenate([tiles_of(tile) for tile in outs], axis=1)
     want = want @ values
