@@ -199,7 +199,9 @@ def compile_gdn_prefill(sizes: Sizes, sharding, rows: int = 2048) -> list[Report
     count = jax.ShapeDtypeStruct((), jnp.int32)
     reports = compile_kernels(layer, (*specs, count), sharding, donated=2)
     heads = f"{sizes.key_heads}_{sizes.value_heads}"
-    return [dataclasses.replace(r, name=f"{r.name[:-2]}_{heads}") for r in reports]
+    return [
+        dataclasses.replace(r, name=re.sub(r"_\d+$", "", r.name) + f"_{heads}") for r in reports
+    ]
 
 
 def compile_attn_decode(heads: int, kv_heads: int, kind: str, sharding) -> list[Report]:

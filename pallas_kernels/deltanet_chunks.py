@@ -316,7 +316,9 @@ def mix_kernel(isa, plan: Plan, *refs) -> None:
         _weigh(at, group, *products)
         return carry
 
-    isa.loop(0, plan.groups, 1, [], weigh)
+    # A count that the compiler cannot see keeps the loops: unrolled, they run out of registers.
+    groups = isa.uniform(isa.Word(plan.groups))
+    isa.loop(0, groups, 1, [], weigh)
     isa.sync_threads(0, THREADS)
     # Columns from 32 on take a quarter of the work: the last warp has those of all heads.
     with isa.when(at.warp < plan.groups):
@@ -327,7 +329,7 @@ def mix_kernel(isa, plan: Plan, *refs) -> None:
         return carry
 
     with isa.when(at.warp.equals(3)):
-        isa.loop(0, plan.groups, 1, [], solve_rest)
+        isa.loop(0, groups, 1, [], solve_rest)
 
 
 def _sum_decays(at: _Mix) -> None:

@@ -32,9 +32,9 @@ class BulkGrid(Grid):
                     body()
 
     def loop(self, start, stop, step, carry, body):
-        starts = np.unique(np.asarray(start))
-        assert len(starts) == 1, "threads would part"
-        for i in range(int(starts[0]), stop, step):
+        bounds = [np.unique(np.asarray(bound)) for bound in (start, stop)]
+        assert all(len(bound) == 1 for bound in bounds), "threads would part"
+        for i in range(*(int(bound[0]) for bound in bounds), step):
             carry = body(self.Word(i), carry)
         return carry
 
