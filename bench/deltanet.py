@@ -180,7 +180,7 @@ def measure_prefill(sizes: Sizes, bandwidth: float) -> dict:
     )
     parts = {
         part: float(np.median(kernel_times_us(layers, *operands, name=f"gdn_prefill_{part}")))
-        for part in ("rows", "mix", "scan")
+        for part in ("rows", "mix", "scan", "norm")
     }
     # Rows that must be read and written, at least once.
     num_bytes = operands[0].u.nbytes + 2 * operands[0].z.nbytes

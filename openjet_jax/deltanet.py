@@ -68,7 +68,8 @@ def deltanet[S: RecurrentState](
     counts = state.start, state.num_pending, num_live
     run = (_prefill_kernel if chunked else _decode_kernel)(weights, sizes)
     if run is not None:
-        x, first = Inputs(*(part.rows for part in parts)), tuple(part.first for part in parts)
+        u, z, a, b = parts
+        x, first = Inputs(*(part.rows for part in parts)), (u.first, z.first, a.first, b.first)
         at = jnp.asarray(layer, jnp.int32)
         out, memory = run(x, parameters, memory, at, *counts, sizes, first=first)
     else:

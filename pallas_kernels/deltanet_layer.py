@@ -144,23 +144,7 @@ def delta_rule_rows(
     return rows, window
 
 
-def gated_norm(
-    out: Float[Array, "rows *values"],
-    z: Float[Array, "rows values"],
-    parameters: Parameters,
-    layer,
-    sizes: Sizes,
-) -> Float[Array, "rows values"]:
-    """Returns `rms_norm(out) * gate(z)`, the norm over each head.
-
-    Args:
-      out: outputs of the delta rule.
-      z: gates before their nonlinearity.
-      parameters: of all layers.
-      layer: which; may be traced.
-      sizes: of the layer.
-    """
-    out = out.reshape(len(z), sizes.value_heads, sizes.width)
+def _gated(out, z, parameters: Parameters, layer, sizes: Sizes) -> Array:
     scale = lax.rsqrt(jnp.mean(out * out, -1, keepdims=True) + sizes.eps)
     weight = parameters.norm[layer][None, None]
     gated = out * scale * weight * GATES[sizes.gate](z.reshape(out.shape))
@@ -201,7 +185,7 @@ def gdn_decode_reference(
         window=_put(memory.window, layer, window),
         pending=jax.tree.map(lambda stack, row: _put(stack, layer, row), memory.pending, rows),
     )
-    return gated_norm(out, x.z, parameters, layer, sizes), memory
+    return _gated(out, x.z, parameters, layer, sizes), memory
 
 
 def gdn_prefill_reference(
@@ -241,4 +225,4 @@ def gdn_prefill_reference(
         window=lax.dynamic_update_slice(memory.window, history[None], (layer, 0, 0)),
         pending=memory.pending,
     )
-    return gated_norm(out, x.z, parameters, layer, sizes), memory
+    return _gated(out, x.z, parameters, layer, sizes), memory

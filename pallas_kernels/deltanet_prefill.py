@@ -1,8 +1,9 @@
 """The Gated DeltaNet layer of a prompt on the tensor cores, for sm_90 GPUs.
 
-Chunks of 64 rows; what does not depend on the state is made for all chunks at once
-(`deltanet_chunks.py`), then one kernel goes through them in order. With the state S before a chunk,
-exp(G) and exp(G_last - G) of its rows as diagonal matrices D and E, and d = exp(G_last):
+Chunks of 64 rows. What does not depend on the state is made for all of them at once
+(`deltanet_rows.py`, `deltanet_chunks.py`), then one kernel goes through them in order. With the
+state S before a chunk, exp(G) and exp(G_last - G) of its rows as diagonal matrices D and E, and
+d = exp(G_last):
 
     N = solve (V - D K S)           corrections of all rows
     O = D Q S + scores N            outputs
@@ -14,6 +15,7 @@ what they are made of are sums of one product and left-hand operands of the next
 four warps share them and the copy engine brings those of the chunk after next.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -42,10 +44,11 @@ from pallas_kernels.deltanet_chunks import (
     MixMemory,
     Plan,
     mix_kernel,
-    rows_kernel,
     value_offset,
 )
-from pallas_kernels.deltanet_layer import Inputs, Memory, Parameters, Sizes, gated_norm
+from pallas_kernels.deltanet_decode import Columns
+from pallas_kernels.deltanet_layer import Inputs, Memory, Parameters, Sizes
+from pallas_kernels.deltanet_rows import NORM_HEADS, norm_kernel, rows_kernel
 from pallas_kernels.split_tiles import RightOfColumns, RightOfRows, fragment, multiply
 
 _STAGES = 2
@@ -73,6 +76,7 @@ def gdn_prefill(
     num_pending: Int[Array, ""],
     num_live: Int[Array, ""],
     sizes: Sizes,
+    first: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> tuple[Float[Array, "rows values"], Memory]:
     """Returns the gated outputs of a chunk of a prompt, and the memory after it.
 
@@ -80,7 +84,7 @@ def gdn_prefill(
     with one-by-one processing to about 1e-5, not to the bit.
 
     Args:
-      x: the chunk, a multiple of `delta_rule.CHUNK` rows.
+      x: the chunk, a multiple of `delta_rule.CHUNK` rows; fields may be one wider matrix.
       parameters: of all layers.
       memory: of all layers; states change in place.
       layer: which.
@@ -88,6 +92,7 @@ def gdn_prefill(
       num_pending: pending rows that were accepted; the others are forgotten.
       num_live: rows that count; outputs of later ones are zero.
       sizes: of the layer; see `fits`.
+      first: the column where u, z, a and b begin in their matrix.
 
     Raises:
       ValueError: sizes that have no kernel, or rows that do not fill chunks.
@@ -102,7 +107,8 @@ def gdn_prefill(
         raise ValueError(f"{rows=} must be a positive multiple of {CHUNK=}; pad the rows")
     if pending.k.shape[1] > CHUNK:
         raise ValueError(f"{pending.k.shape[1]=} pending rows must be at most {CHUNK=}")
-    plan = Plan(sizes=sizes, rows=rows, pending_rows=pending.k.shape[1])
+    x, columns = _readable(x, Columns.of(x, first), sizes)
+    plan = Plan(sizes=sizes, rows=rows, pending_rows=pending.k.shape[1], columns=columns)
     history = lax.dynamic_slice(
         memory.window, (layer, start, 0), (1, sizes.history, sizes.channels)
     )[0]
@@ -127,7 +133,7 @@ def gdn_prefill(
         shared=MixMemory(plan.groups).bytes,
     )(images, *_gates(x, parameters, memory, layer, num_pending, num_live))
     # Without pending rows their chunk is left out.
-    first = jnp.reshape((num_pending <= 0).astype(jnp.int32), 1)
+    start_chunk = jnp.reshape((num_pending <= 0).astype(jnp.int32), 1)
     delta = jax.new_ref(memory.delta)
     out = _call(
         functools.partial(scan_kernel, ptx, plan),
@@ -135,19 +141,27 @@ def gdn_prefill(
         name="gdn_prefill_scan_kernel",
         grid=sizes.value_heads * SPLITS,
         shared=SCAN_BYTES,
-    )(images, mixes, values, counts[0], first, delta)
+    )(images, mixes, values, counts[0], start_chunk, delta)
+    gated = _call(
+        functools.partial(norm_kernel, ptx, plan),
+        jax.ShapeDtypeStruct(out.shape, jnp.float32),
+        name="gdn_prefill_norm_kernel",
+        grid=rows * sizes.value_heads // NORM_HEADS,
+        shared=16,
+    )(out, x.z, parameters.norm, counts[0])
     memory = Memory(
         delta=jax.freeze(delta),
         window=lax.dynamic_update_slice(
-            memory.window, _next_history(x.u, history, num_live)[None], (layer, 0, 0)
+            memory.window, _next_history(x.u, columns, history, num_live)[None], (layer, 0, 0)
         ),
         pending=pending,
     )
-    return gated_norm(out, x.z, parameters, layer, sizes), memory
+    return gated, memory
 
 
 def _call(kernel, out_type, *, name: str, grid: int, shared: int):
     def body(*refs):
+        ptx.follow_previous_kernel()
         inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         inline(lambda _, *refs: kernel(*refs))(*refs)
 
@@ -162,6 +176,20 @@ def _call(kernel, out_type, *, name: str, grid: int, shared: int):
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
+
+
+def _readable(x: Inputs, columns: Columns, sizes: Sizes) -> tuple[Inputs, Columns]:
+    """Returns inputs whose u is read by four columns at once, and a and b by themselves."""
+
+    def alone(name: str, width: int):
+        _, column = getattr(columns, name)
+        return getattr(x, name)[:, column : column + width]
+
+    u, at = x.u, columns.u
+    if any(n % 4 for n in at):
+        u, at = alone("u", sizes.channels), (sizes.channels, 0)
+    a, b = (alone(name, sizes.value_heads) for name in ("a", "b"))
+    return Inputs(u=u, z=x.z, a=a, b=b), dataclasses.replace(columns, u=at)
 
 
 def _gates(x: Inputs, parameters: Parameters, memory: Memory, layer, num_pending, num_live):
@@ -181,11 +209,12 @@ def _gates(x: Inputs, parameters: Parameters, memory: Memory, layer, num_pending
     return joined(pending.g[layer], g), joined(pending.beta[layer], jax.nn.sigmoid(x.b))
 
 
-def _next_history(u, history, num_live):
+def _next_history(u, columns: Columns, history, num_live):
     """Returns the last rows of the history and the live rows together."""
-    row = num_live + jnp.arange(len(history))
-    old, new = history[jnp.minimum(row, len(history) - 1)], u[jnp.maximum(row - len(history), 0)]
-    return jnp.where((row < len(history))[:, None], old, new)
+    (count, channels), (_, column) = history.shape, columns.u
+    row = num_live + jnp.arange(count)
+    new = u[jnp.maximum(row - count, 0), column : column + channels]
+    return jnp.where((row < count)[:, None], history[jnp.minimum(row, count - 1)], new)
 
 
 class _Scan:

@@ -34,7 +34,8 @@ class BulkGrid(Grid):
     def loop(self, start, stop, step, carry, body):
         bounds = [np.unique(np.asarray(bound)) for bound in (start, stop)]
         assert all(len(bound) == 1 for bound in bounds), "threads would part"
-        for i in range(*(int(bound[0]) for bound in bounds), step):
+        first, last = (int(bound[0]) for bound in bounds)
+        for i in range(first, last, step):
             carry = body(self.Word(i), carry)
         return carry
 

@@ -125,6 +125,23 @@ def test_a_layer_agrees_whatever_its_heads(model, sizes):
     assert_agrees(model, sizes, (128, 3, 5, 127), 5e-6)
 
 
+@pytest.mark.parametrize("first", [0, 4, 3])
+def test_projections_are_read_where_they_stand_in_a_wider_matrix(model, first):
+    sizes = gdn_sizes(1, 2)
+    x, parameters, memory = gdn_operands(sizes, LAYERS, jax.random.key(0), 64)
+    at = [jnp.int32(n) for n in (1, 2, 3, 60)]
+    wanted, after = model(x, parameters, memory, *at, sizes)
+    fields = [x.u, x.z, x.a, x.b]
+    # A row has a multiple of four columns, so that u can be read by fours where it is aligned.
+    nothing = [jnp.full((64, first), jnp.nan), jnp.full((64, -(first + 4) % 4 + 4), jnp.nan)]
+    matrix = jnp.concatenate([nothing[0], *fields, nothing[1]], axis=1)
+    ends = np.cumsum([first, *(field.shape[1] for field in fields)])
+    wide = Inputs(*[matrix] * 4)
+    got = model(wide, parameters, memory, *at, sizes, first=tuple(int(n) for n in ends[:4]))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves((wanted, after)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def in_float64(x: Inputs, parameters: Parameters, memory: Memory, layer: int, sizes: Sizes):
     """Returns gated outputs and states of the layer's own lines, one row after another."""
     x, parameters, memory = (
@@ -258,7 +275,7 @@ def test_a_layer_compiles_to_machine_code_without_spills(sizes):
     if not can_compile():
         pytest.skip("needs JAX's CUDA plugin and ptxas")
     reports = compile_gdn_prefill(sizes, sharding_on(card_of("h200")))
-    assert len(reports) == 3
+    assert len(reports) == 4
     assert all(report.spilled_bytes == 0 for report in reports)
 
 
@@ -268,7 +285,7 @@ def test_a_layer_lowers_for_a_gpu_on_a_host_without_one():
     at = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
     lowered = jax.jit(lambda *a: kernel(*a, sizes)).trace(*specs, *at)
     text = lowered.lower(lowering_platforms=("cuda",)).as_text()
-    assert all(f"gdn_prefill_{part}_kernel" in text for part in ("rows", "mix", "scan"))
+    assert all(f"gdn_prefill_{part}_kernel" in text for part in ("rows", "mix", "scan", "norm"))
 
 
 CARD_LIMIT = 5e-5
