@@ -44,9 +44,10 @@ def deltanet[S: RecurrentState](
 ) -> tuple[Float[Array, "rows hidden"], S]:
     """Returns the layer's output rows, and the state with this layer's part advanced.
 
-    Rows pending from the last cycle are folded first, in the order of one-by-one processing. The
-    rows of a cycle then run on the folded state and become pending. Those of a chunk are folded
-    too: after the last layer, the caller commits 0 rows.
+    Rows pending from the last cycle are folded first: to the bits of one-by-one processing before a
+    cycle, and, where kernels run, to rounding before a chunk. The rows of a cycle then run on the
+    folded state and become pending. Those of a chunk are folded too: after the last layer, the
+    caller commits 0 rows.
 
     Args:
       h: the layer's input.

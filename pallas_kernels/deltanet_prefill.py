@@ -109,9 +109,9 @@ def gdn_prefill(
         raise ValueError(f"{pending.k.shape[1]=} pending rows must be at most {CHUNK=}")
     x, columns = _readable(x, Columns.of(x, first), sizes)
     plan = Plan(sizes=sizes, rows=rows, pending_rows=pending.k.shape[1], columns=columns)
-    history = lax.dynamic_slice(
-        memory.window, (layer, start, 0), (1, sizes.history, sizes.channels)
-    )[0]
+    # A gather: a slice would become part of the kernel's launch, with its start read by the host.
+    kept = start + jnp.arange(sizes.history)
+    history = memory.window.at[layer, kept].get(mode="clip")
     counts = [jnp.reshape(n, 1) for n in (layer, num_pending, num_live)]
     images, values = _call(
         functools.partial(rows_kernel, ptx, plan),
