@@ -47,6 +47,7 @@ from pallas_kernels.decode_product import decode_product  # noqa: E402
 from pallas_kernels.deltanet_decode import Tiles as GdnTiles  # noqa: E402
 from pallas_kernels.deltanet_decode import gdn_decode  # noqa: E402
 from pallas_kernels.deltanet_layer import Sizes  # noqa: E402
+from pallas_kernels.deltanet_prefill import gdn_prefill  # noqa: E402
 from pallas_kernels.prefill_inputs import prefill_inputs  # noqa: E402
 from pallas_kernels.prefill_product import prefill_activations  # noqa: E402
 
@@ -201,6 +202,21 @@ def compile_gdn_decode(sizes: Sizes, sharding, tiles: GdnTiles | None = None) ->
     return compile_kernel(name, layer, (*specs, count), sharding, donated=2)
 
 
+def compile_gdn_prefill(sizes: Sizes, sharding, rows: int = 2048) -> list[Report]:
+    """Returns the reports of the kernels of a DeltaNet layer of a prompt."""
+    specs = jax.eval_shape(lambda: gdn_operands(sizes, 2, jax.random.key(0), rows))
+
+    def layer(x, parameters, memory, count):
+        return gdn_prefill(x, parameters, memory, count, count, count, count, sizes)
+
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    reports = compile_kernels(layer, (*specs, count), sharding, donated=2)
+    heads = f"{sizes.key_heads}_{sizes.value_heads}"
+    return [
+        dataclasses.replace(r, name=re.sub(r"_\d+$", "", r.name) + f"_{heads}") for r in reports
+    ]
+
+
 def compile_attn_decode(heads: int, kv_heads: int, kind: str, sharding) -> list[Report]:
     """Returns the reports of the two kernels of a cycle's attention over a cache of one format."""
     operands = jax.eval_shape(lambda: attention_operands(1024, 2, kind, heads, kv_heads))
@@ -249,6 +265,7 @@ def main() -> None:
         (compile_prefill_inputs(k, sharding) for k in (5120, 17408)),
         (compile_gdn_decode(sizes, sharding) for sizes in GDN_SIZES),
     )
+    prompts = (compile_gdn_prefill(sizes, sharding) for sizes in GDN_SIZES)
     attention = (
         compile_attn_decode(heads, kv_heads, kind, sharding)
         for heads, kv_heads in ATTENTION_HEADS
@@ -260,7 +277,7 @@ def main() -> None:
         for heads, kv_heads in ATTENTION_HEADS
         for kind in ("bfloat16", "q8_0")
     )
-    for report in itertools.chain(products, attention_inputs, *attention, chunks):
+    for report in itertools.chain(products, attention_inputs, *prompts, *attention, chunks):
         print(
             f"{report.name:26} {report.registers:3} registers, {report.spilled_bytes} bytes"
             f" spilled, {report.shared_bytes:6} bytes shared, {report.seconds:.2f} s"

@@ -1,8 +1,9 @@
-"""The Gated DeltaNet layer of a cycle on a card: right first, then the time of all layers.
+"""Gated DeltaNet layers on a card: right first, then the time of all layers.
 
-`python -m bench.deltanet [--out DIR]` measures the 27B model's 48 layers with 5 live and 3 pending
-rows, files the figure `gdn_decode`, and compares with the reference compiled by XLA. Times are
-CUPTI's, with command buffers off: `XLA_FLAGS=--xla_gpu_enable_command_buffer=`.
+`python -m bench.deltanet [--out DIR]` measures the 27B model's layers, files two figures, and
+compares with the references compiled by XLA: `gdn_decode`, 48 layers of a cycle with 5 live and 3
+pending rows, and `gdn_prefill`, one layer of 2,048 rows of a prompt. Times are CUPTI's, with
+command buffers off: `XLA_FLAGS=--xla_gpu_enable_command_buffer=`.
 """
 
 import argparse
@@ -26,12 +27,19 @@ from pallas_kernels.deltanet_layer import (
     Parameters,
     Sizes,
     gdn_decode_reference,
+    gdn_prefill_reference,
 )
+from pallas_kernels.deltanet_prefill import gdn_prefill
 
 LAYERS, LIVE, PENDING = 48, 5, 3
 MUST_MS, AIM_MS = 0.45, 0.12
 LIMIT = 2e-5
 """Largest relative RMS error of outputs against the reference: float32 sums in another order."""
+
+PREFILL_ROWS, PREFILL_LAYERS = 2048, 8
+PREFILL_MUST_MS, PREFILL_AIM_MS = 0.9, 0.35
+PREFILL_LIMIT = 5e-5
+"""As `LIMIT`, and products of pairs of bfloat16, each good to 2^-16 or so."""
 
 
 def gdn_sizes(key_heads: int, groups: int, **changes) -> Sizes:
@@ -44,8 +52,13 @@ GDN_SIZES = [gdn_sizes(16, groups) for groups in (1, 2, 3)]
 """Layers of the 0.8B and 2B, the 4B and 9B, and the 27B model."""
 
 
-def gdn_operands(sizes: Sizes, layers: int, key: jax.Array) -> tuple[Inputs, Parameters, Memory]:
-    """Returns a cycle's random inputs, parameters and memories: decays from almost none to all."""
+def gdn_operands(
+    sizes: Sizes, layers: int, key: jax.Array, rows: int = ROWS
+) -> tuple[Inputs, Parameters, Memory]:
+    """Returns random inputs, a cycle's by default, parameters and memories.
+
+    Decays go from almost none to all.
+    """
     keys = iter(jax.random.split(key, 16))
     heads, width = sizes.value_heads, sizes.width
 
@@ -54,10 +67,10 @@ def gdn_operands(sizes: Sizes, layers: int, key: jax.Array) -> tuple[Inputs, Par
 
     pending_k = normal(layers, ROWS, sizes.key_heads, width)
     x = Inputs(
-        u=normal(ROWS, sizes.channels),
-        z=2 * normal(ROWS, heads * width),
-        a=5 * normal(ROWS, heads),
-        b=5 * normal(ROWS, heads),
+        u=normal(rows, sizes.channels),
+        z=2 * normal(rows, heads * width),
+        a=5 * normal(rows, heads),
+        b=5 * normal(rows, heads),
     )
     parameters = Parameters(
         conv=normal(layers, sizes.channels, sizes.taps),
@@ -136,8 +149,67 @@ def measure(sizes: Sizes, tiles: Tiles, operands, bandwidth: float) -> dict:
     )
 
 
+def _prefill_layers(run, sizes: Sizes):
+    @jax.jit
+    def layers(x, parameters, memory):
+        counts = [jnp.int32(0), jnp.int32(0), jnp.int32(len(x.u))]
+
+        def body(layer, carry):
+            return run(x, parameters, carry[1], layer, *counts, sizes)
+
+        return jax.lax.fori_loop(0, PREFILL_LAYERS, body, (jnp.zeros_like(x.z), memory))
+
+    return layers
+
+
+def measure_prefill(sizes: Sizes, bandwidth: float) -> dict:
+    """Returns errors against the reference, and the time of one layer of a prompt's rows."""
+    operands = gdn_operands(sizes, PREFILL_LAYERS, jax.random.key(1), PREFILL_ROWS)
+    layers, reference = (
+        _prefill_layers(run, sizes) for run in (gdn_prefill, gdn_prefill_reference)
+    )
+    (out, memory), (wanted, wanted_memory) = layers(*operands), reference(*operands)
+    errors = dict(
+        out=_error(out, wanted),
+        delta=_error(memory.delta, wanted_memory.delta),
+        window=_error(memory.window, wanted_memory.window),
+    )
+    us, peer_us = (
+        float(np.median(kernel_times_us(run, *operands, name="", per_call=PREFILL_LAYERS)))
+        for run in (layers, reference)
+    )
+    parts = {
+        part: float(np.median(kernel_times_us(layers, *operands, name=f"gdn_prefill_{part}")))
+        for part in ("rows", "mix", "scan", "norm")
+    }
+    # Rows that must be read and written, at least once.
+    num_bytes = operands[0].u.nbytes + 2 * operands[0].z.nbytes
+    return dict(
+        errors=errors,
+        right=max(errors.values()) < PREFILL_LIMIT,
+        ms=us / 1e3,
+        reference_ms=peer_us / 1e3,
+        kernels_us=parts,
+        gb_s=num_bytes / us / 1e3,
+        share=num_bytes / us / 1e3 / bandwidth,
+    )
+
+
+def _prefill_figure(row: dict) -> Figure:
+    return Figure(
+        name="gdn_prefill",
+        value=row["ms"],
+        unit="ms",
+        better="lower",
+        must=PREFILL_MUST_MS,
+        aim=PREFILL_AIM_MS,
+        share_of_limit=row["share"],
+        peer=row["reference_ms"],
+    )
+
+
 def main() -> None:
-    """Measures every cut and files the figure of the default one."""
+    """Measures every cut and files the figures of the default one and of prefill."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -160,10 +232,18 @@ def main() -> None:
         share_of_limit=best["share"],
         peer=peer,
     )
-    details = dict(cuts=rows, reference_ms=peer, read_gb_s=bandwidth)
-    record("bench/deltanet.py", [figure] if best["right"] else [], arguments.out, details)
-    if not best["right"]:
-        raise SystemExit(f"errors exceed {LIMIT}: {best['errors']}")
+    prefill = measure_prefill(sizes, bandwidth)
+    print(json.dumps(prefill), flush=True)
+    details = dict(cuts=rows, reference_ms=peer, prefill=prefill, read_gb_s=bandwidth)
+    figures = [
+        figure
+        for row, figure in ((best, figure), (prefill, _prefill_figure(prefill)))
+        if row["right"]
+    ]
+    record("bench/deltanet.py", figures, arguments.out, details)
+    for row, limit in ((best, LIMIT), (prefill, PREFILL_LIMIT)):
+        if not row["right"]:
+            raise SystemExit(f"errors exceed {limit}: {row['errors']}")
 
 
 if __name__ == "__main__":

@@ -44,9 +44,10 @@ def deltanet[S: RecurrentState](
 ) -> tuple[Float[Array, "rows hidden"], S]:
     """Returns the layer's output rows, and the state with this layer's part advanced.
 
-    Rows pending from the last cycle are folded first, in the order of one-by-one processing. The
-    rows of a cycle then run on the folded state and become pending. Those of a chunk are folded
-    too: after the last layer, the caller commits 0 rows.
+    Rows pending from the last cycle are folded first: to the bits of one-by-one processing before a
+    cycle, and, where kernels run, to rounding before a chunk. The rows of a cycle then run on the
+    folded state and become pending. Those of a chunk are folded too: after the last layer, the
+    caller commits 0 rows.
 
     Args:
       h: the layer's input.
@@ -66,9 +67,10 @@ def deltanet[S: RecurrentState](
     )
     memory = Memory(delta=state.delta, window=state.window, pending=state.pending)
     counts = state.start, state.num_pending, num_live
-    run = None if chunked else _decode_kernel(weights, sizes)
+    run = (_prefill_kernel if chunked else _decode_kernel)(weights, sizes)
     if run is not None:
-        x, first = Inputs(*(part.rows for part in parts)), tuple(part.first for part in parts)
+        u, z, a, b = parts
+        x, first = Inputs(*(part.rows for part in parts)), (u.first, z.first, a.first, b.first)
         at = jnp.asarray(layer, jnp.int32)
         out, memory = run(x, parameters, memory, at, *counts, sizes, first=first)
     else:
@@ -86,4 +88,13 @@ def _decode_kernel(weights: DeltaNetWeights, sizes: Sizes):
 
         if fits(sizes):
             return gdn_decode
+    return None
+
+
+def _prefill_kernel(weights: DeltaNetWeights, sizes: Sizes):
+    if weights.kernels:
+        from pallas_kernels.deltanet_prefill import fits, gdn_prefill
+
+        if fits(sizes):
+            return gdn_prefill
     return None

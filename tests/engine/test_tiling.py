@@ -19,6 +19,7 @@ from openjet_jax.cycle import cycle
 from openjet_jax.draft_vocabulary import empty_slots
 from openjet_jax.layers import add_and_norm, rms_norm
 from openjet_jax.loading import load
+from openjet_jax.prefill import prefill
 from openjet_jax.settings import SamplingKind
 from openjet_jax.weights import (
     AttentionWeights,
@@ -218,3 +219,16 @@ def test_a_cycle_of_the_bundled_model_takes_few_products_a_layer(tiny, monkeypat
     # gate and up, are one product each; v, down and DeltaNet's first projection are of two formats.
     assert text.count("decode_product_q4_k_kernel") + text.count("decode_product_q6_k_kernel") <= 42
     assert tiny[1].ffn.gate.paired and tiny[1].attention.q.parts == (1024, 256)
+
+
+def test_a_prompt_of_the_bundled_model_takes_the_kernels_of_its_deltanet_layers(tiny, monkeypatch):
+    monkeypatch.undo()
+    config, weights = tiny
+    decode = DecodeConfig(context=256)
+    state = jax.eval_shape(lambda w: initial_state(config, decode, empty_slots(w)), weights)
+    tokens, count = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((65,), ()))
+    program = jax.jit(functools.partial(prefill, config=config))
+    text = program.trace(weights, state, tokens, count).lower(lowering_platforms=("cuda",))
+    assert all(
+        f"gdn_prefill_{part}_kernel" in text.as_text() for part in ("rows", "mix", "scan", "norm")
+    )
