@@ -7,7 +7,8 @@ A prompt is read from an empty state, the MTP block's cache filled, until every 
 first run makes programs ready and does not count. `load_s`, `first_token_s` (after loading) and
 `cold_compile_s` come from fresh processes, files in the page cache: the first with no program kept,
 the others with all of them. Gates: reading in two parts gives logits that agree with reading at
-once to 1e-5 relative RMS (1e-2 with a bfloat16 cache, 2e-2 with q8_0), and every process gives the same tokens.
+once to 1e-5 relative RMS (1e-2 with a bfloat16 cache, 2e-2 with q8_0), and every process gives
+the same tokens.
 """
 
 import argparse
