@@ -187,30 +187,31 @@ def norm_kernel(isa, plan: Plan, *refs) -> None:
     layer = isa.uniform(isa.load_global(isa.global_address(layer))[0])
     thread, sizes = isa.thread_index(), plan.sizes
     lane, warp = thread & 31, isa.uniform(thread >> 5)
-    runs, count = range(WIDTH // 32), NORM_HEADS // (THREADS // 32)
-    # A lane takes every 32nd value: wider loads would need aligned columns of z.
-    weight_at = isa.offset_address(norm, layer * WIDTH + lane, 4)
-    weights = [isa.load_global_floats(weight_at, 128 * run)[0] for run in runs]
+    count = NORM_HEADS // (THREADS // 32)
+    # A lane takes four values at once: with fewer under way the kernel waits for memory.
+    weights = isa.load_global_floats(isa.offset_address(norm, layer * 32 + lane, 16), 0, 4)
     first = isa.block_index() * NORM_HEADS + warp * count
     length, column = plan.columns.z
+    wide = length % 4 == 0 and column % 4 == 0
     items, loaded = [first + i for i in range(count)], []
     for item in items:
         row, head = item // sizes.value_heads, item % sizes.value_heads
-        gate_at = isa.offset_address(z, row * length + head * WIDTH + lane + column, 4)
-        out_at = isa.offset_address(outs, item * WIDTH + lane, 4)
-        loaded.append(
-            [
-                [isa.load_global_floats(address, 128 * run)[0] for run in runs]
-                for address in (out_at, gate_at)
-            ]
+        gate_at = isa.offset_address(z, row * length + head * WIDTH + lane * 4 + column, 4)
+        gates = (
+            isa.load_global_floats(gate_at, 0, 4)
+            if wide
+            else [isa.load_global_floats(gate_at, 4 * i)[0] for i in range(4)]
         )
+        out_at = isa.offset_address(outs, item * 32 + lane, 16)
+        loaded.append((isa.load_global_floats(out_at, 0, 4), gates))
     nonlinearity = isa.silu if sizes.gate == "silu" else isa.sigmoid
     for item, (values, gates) in zip(items, loaded, strict=True):
         squares = [isa.product_of(value, value) for value in values]
         total = isa.sum_of(isa.sum_of(*squares[:2]), isa.sum_of(*squares[2:]))
         mean = isa.product_of(_lane_sum(isa, total), isa.Float(1 / WIDTH))
         scale = isa.rsqrt(isa.sum_of(mean, isa.Float(sizes.eps)))
-        place = isa.offset_address(result, item * WIDTH + lane, 4)
-        for run, (value, gate, weight) in enumerate(zip(values, gates, weights, strict=True)):
+        results = []
+        for value, gate, weight in zip(values, gates, weights, strict=True):
             normed = isa.product_of(isa.product_of(value, scale), weight)
-            isa.store_global(place, [isa.product_of(normed, nonlinearity(gate))], 128 * run)
+            results.append(isa.product_of(normed, nonlinearity(gate)))
+        isa.store_global(isa.offset_address(result, item * 32 + lane, 16), results)
