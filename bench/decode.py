@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import pathlib
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from bench.intervals import median
 from bench.peers.llama_cpp import flags_for, running
 from bench.sessions import source_text
 from bench.summary import Figure, record
+from openjet_jax.config import DecodeConfig
 from openjet_jax.depth import DepthPolicy
 from openjet_jax.described import CARDS
 from openjet_jax.engine import decode_config, programs_for
@@ -138,19 +140,23 @@ def limit(model: oj.Model, context: int, kv_dtype: str | None) -> float | None:
     return bandwidth / (weights + plan.kv + 2 * plan.recurrent)
 
 
-def measure(model: oj.Model, args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    model: oj.Model, args: argparse.Namespace, save: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
     """Returns all rows, JSON-ready; see the module.
 
     Args:
       model: from `load`.
       args: of the command line.
+      save: keeps the rows so far, after each context, so that a run cut short leaves them.
 
     Raises:
       RuntimeError: the text depends on the depth.
     """
     FixedDepth.deepest = max(args.depths)
     # The longest run that is made after a prompt: tokens of every dispatch at full acceptance.
-    spare = (args.dispatches + 2) * 4 * (max(args.depths) + 1) + GATE_TOKENS
+    cycles = DecodeConfig().cycles_per_dispatch
+    spare = (args.dispatches + 2) * cycles * (max(args.depths) + 1) + GATE_TOKENS
     context = min(max(args.contexts) + spare, model.config.context)
     programs = programs_for(model, context, args.kv_dtype)
     conversation = oj.Conversation(model.weights, programs)
@@ -182,6 +188,7 @@ def measure(model: oj.Model, args: argparse.Namespace) -> dict[str, Any]:
                 }
             )
             print(rows["depths"][-1], flush=True)
+        save(rows)
     rows["first_tokens"] = plain.token_ids[:GATE_TOKENS]
     stats = jax.devices()[0].memory_stats() or {}
     plan = memory_plan(
@@ -297,19 +304,24 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="of the peer")
     args = parser.parse_args()
     model = oj.load(args.model)
-    rows = measure(model, args)
+    name, details = name_of(model, args.model), {"model": args.model}
+    limits = {at: limit(model, at, args.kv_dtype) for at in args.contexts}
+
+    def save(rows: dict[str, Any], peers: Sequence[dict[str, Any]] = ()) -> pathlib.Path:
+        found = figures(rows, list(peers), name, limits)
+        return record("bench/decode.py", found, details={**details, **rows, "peers": peers})
+
+    rows = measure(model, args, save)
     peers = beside(model, args) if args.peer else []
     for row in peers:
         if row["token_ids"] and row["token_ids"][0] != rows["first_tokens"][0]:
             print("note: the peer's first token is another one; its text is in the results")
-    limits = {at: limit(model, at, args.kv_dtype) for at in args.contexts}
-    found = figures(rows, peers, name_of(model, args.model), limits)
-    for each in found:
+    for each in figures(rows, peers, name, limits):
         ratio = "" if each.peer is None else f"   {each.value / each.peer:.2f} x the peer"
         print(f"{each.name:24} {each.value:10.2f} {each.unit}{ratio}")
     memory = rows["memory"]
     print(f"memory: {size_text(memory['planned'])} planned, peak {memory['peak']}")
-    print(record("bench/decode.py", found, details={"model": args.model, **rows, "peers": peers}))
+    print(save(rows, peers))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import numpy as np
 from bench.kernels import read_bandwidth
 from bench.summary import RESULTS, Figure, record
 from bench.timing import kernel_times_us, wall_time_us
+from pallas_kernels import ptx
 from pallas_kernels.delta_rule import Rows
 from pallas_kernels.deltanet_decode import ROWS, Tiles, gdn_decode
 from pallas_kernels.deltanet_layer import (
@@ -213,6 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     arguments = parser.parse_args()
+    ptx.starts_early = False
     sizes = GDN_SIZES[-1]
     operands = gdn_operands(sizes, LAYERS, jax.random.key(0))
     bandwidth = read_bandwidth()

@@ -1,8 +1,8 @@
 """What comes before a product, in one launch or as XLA's kernels: right first, then its time.
 
 `python -m bench.inputs [--out DIR]` writes `inputs.json` and the figures. Both ways run in a loop
-on the device, each turn on the result of the last, so boundaries between launches count: a figure
-is a turn of the kernel's loop, its peer a turn of plain JAX's.
+on the device, each turn on the result of the last: a figure is the kernels' time of a turn, its
+peer that of plain JAX's. Command buffers off: `XLA_FLAGS=--xla_gpu_enable_command_buffer=`.
 """
 
 import argparse
@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.summary import RESULTS, Figure, record
-from bench.timing import wall_time_us
+from bench.timing import kernel_times_us
+from pallas_kernels import ptx
 from pallas_kernels.decode_blocks import BLOCKS
 from pallas_kernels.decode_inputs import Inputs, decode_inputs, decode_inputs_reference
 
@@ -107,10 +108,13 @@ def measure(case: InputsCase) -> dict:
         largest_relative_error=max(off),
         largest_operand_error=off_by,
         right=max(off) < 1e-5 and off_by <= 2.0**-5,
-        us=wall_time_us(_looped(case, decode_inputs), operands, repeats=3, calls=5) / _TURNS,
-        plain_us=wall_time_us(_looped(case, decode_inputs_reference), operands, repeats=3, calls=5)
-        / _TURNS,
+        us=_turn_us(_looped(case, decode_inputs), operands),
+        plain_us=_turn_us(_looped(case, decode_inputs_reference), operands),
     )
+
+
+def _turn_us(run, operands) -> float:
+    return float(np.median(kernel_times_us(run, operands, name="", per_call=_TURNS)))
 
 
 def main() -> None:
@@ -118,6 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     arguments = parser.parse_args()
+    ptx.starts_early = False
     rows = [measure(case) for case in CASES]
     for row in rows:
         print(json.dumps(row), flush=True)

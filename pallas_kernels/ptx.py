@@ -831,14 +831,20 @@ def launch_next_kernel() -> None:
     _asm("griddepcontrol.launch_dependents;")
 
 
+starts_early = True
+"""Whether kernels traced from now on are launched before the one before has ended. Scripts that
+time single kernels turn it off: the time of a kernel that waits for another holds the other's."""
+
+
 def follow_previous_kernel() -> None:
     """Begins a kernel, outside of inline code: waits for the one before, lets the next one come.
 
     The wait tells Mosaic to launch the kernel before the previous one has ended (programmatic
     dependent launch), which hides what a launch costs.
     """
-    plgpu.griddepcontrol_wait()
-    plgpu.griddepcontrol_launch_dependents()
+    if starts_early:
+        plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_launch_dependents()
 
 
 def cluster_arrive() -> None:

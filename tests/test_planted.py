@@ -102,8 +102,10 @@ def test_what_cannot_be_planted_is_refused():
 
 def test_decoding_and_reading_are_timed_behind_their_gates(model, monkeypatch):
     args = argparse.Namespace(contexts=[24], depths=[4, 5], dispatches=3, kv_dtype=None)
-    rows = decode.measure(model, args)
-    assert rows["context"] == CONTEXT
+    saved = []
+    rows = decode.measure(model, args, lambda rows: saved.append(dict(rows)))
+    assert [found["depths"] for found in saved] == [rows["depths"]]
+    assert rows["context"] == 24 + 5 * 16 * 6 + 48
     (context,), (four, five) = rows["contexts"], rows["depths"]
     assert 0 < context["plain"]["low"] <= context["plain"]["value"] <= context["plain"]["high"]
     assert context["plain"]["value"] == pytest.approx(1e3 / context["ms"]["value"], rel=0.5)
@@ -134,4 +136,4 @@ def test_decoding_and_reading_are_timed_behind_their_gates(model, monkeypatch):
 
     monkeypatch.setattr(decode, "decoded", other)
     with pytest.raises(RuntimeError, match="the text at depth 4 is another one"):
-        decode.measure(model, args)
+        decode.measure(model, args, lambda rows: None)
