@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from openjet_jax import qwen4exp, qwen35
 from openjet_jax.config import ROWS, DecodeConfig, ModelConfig, Qwen4ExpConfig, Qwen35Config
 from openjet_jax.draft_vocabulary import DraftSlots
+from openjet_jax.projections import project
 from openjet_jax.state import (
     DecodeState,
     KVCache,
@@ -20,7 +21,7 @@ from openjet_jax.state import (
     capacity_for,
     empty_request,
 )
-from openjet_jax.weights import Weights, project
+from openjet_jax.weights import Weights
 
 type Caches = tuple[RecurrentState, KVCache]
 """The trunk's state: what is recurrent, and what is kept by position."""

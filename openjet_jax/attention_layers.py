@@ -11,8 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from openjet_jax.config import ModelConfig
 from openjet_jax.layers import attention_inputs, attention_output, keys_and_values, rotation
+from openjet_jax.projections import LayerInput, project, project_parts
 from openjet_jax.state import KVCache
-from openjet_jax.weights import AttentionWeights, LayerInput, project, project_parts
+from openjet_jax.weights import AttentionWeights
 from pallas_kernels.attention import attention_reference
 
 

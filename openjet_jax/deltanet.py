@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from openjet_jax.config import ModelConfig
+from openjet_jax.projections import LayerInput, project, project_parts
 from openjet_jax.state import RecurrentState
-from openjet_jax.weights import DeltaNetWeights, LayerInput, project, project_parts
+from openjet_jax.weights import DeltaNetWeights
 from pallas_kernels.deltanet_layer import (
     Gate,
     Inputs,

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from openjet_jax.weights import DraftHead, MtpWeights, Packed, Projection, Weights, project
+from openjet_jax.projections import project
+from openjet_jax.weights import DraftHead, MtpWeights, Packed, Projection, Weights
 from pallas_kernels.matmul_q4 import Q4_K, quantise_q4_k
 from pallas_kernels.packed import Planes
 

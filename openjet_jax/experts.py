@@ -6,8 +6,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from openjet_jax.config import Qwen4ExpConfig
+from openjet_jax.projections import gated, project
 from openjet_jax.qwen4exp_weights import ExpertWeights
-from openjet_jax.weights import gated, project
 from pallas_kernels.expert_tiles import expert_tiles
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from openjet_jax.draft_vocabulary import DraftSlots, draft_logits, full_head, slot_logits
 from openjet_jax.filters import best_candidates
+from openjet_jax.projections import project
 from openjet_jax.sampling import (
     SamplingState,
     adjust,
@@ -25,7 +26,7 @@ from openjet_jax.sampling import (
     top_log_probabilities,
 )
 from openjet_jax.settings import CANDIDATES, SamplingKind
-from openjet_jax.weights import Projection, Tiled, Weights, project
+from openjet_jax.weights import Projection, Tiled, Weights
 
 _SEEN = np.uint32(1 << 31)
 

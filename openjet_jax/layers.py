@@ -10,18 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from openjet_jax.config import ModelConfig
-from openjet_jax.weights import (
-    AttentionWeights,
-    FeedForwardWeights,
-    LayerInput,
-    PartProjection,
-    Tiled,
-    Weights,
-    gated,
-    prepared_input,
-    project,
-    project_each,
-)
+from openjet_jax.projections import LayerInput, gated, prepared_input, project, project_each
+from openjet_jax.weights import AttentionWeights, FeedForwardWeights, PartProjection, Tiled, Weights
 
 
 def rms_norm(

@@ -17,10 +17,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from openjet_jax.config import ROWS, Qwen4ExpConfig
+from openjet_jax.projections import project
 from openjet_jax.qwen4exp_weights import NgramWeights
 from openjet_jax.state import RecurrentState, recurrent_state
 from openjet_jax.streams import stream_norm
-from openjet_jax.weights import project
 from pallas_kernels.ngram_hash import ngram_rows
 
 LEAST_SCORE = 1e-6

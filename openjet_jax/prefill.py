@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int
 from openjet_jax.architectures import architecture_of
 from openjet_jax.config import ModelConfig
 from openjet_jax.draft_vocabulary import full_head, hold
+from openjet_jax.projections import project
 from openjet_jax.state import DecodeState, KVCache, MtpRows
-from openjet_jax.weights import Weights, project
+from openjet_jax.weights import Weights
 
 
 def prefill(

@@ -21,8 +21,9 @@ from openjet_jax.config import DecodeConfig, Qwen35Config
 from openjet_jax.deltanet import deltanet
 from openjet_jax.layer_loop import run_layers
 from openjet_jax.layers import add_and_norm, draft_embedding, feed_forward, rms_norm
+from openjet_jax.projections import LayerInput, project
 from openjet_jax.state import KVCache, MtpRows, RecurrentState, kv_cache, recurrent_state
-from openjet_jax.weights import LayerInput, Qwen35MtpWeights, Qwen35Weights, project
+from openjet_jax.weights import Qwen35MtpWeights, Qwen35Weights
 
 type Caches = tuple[RecurrentState, KVCache]
 

@@ -33,6 +33,7 @@ from openjet_jax.experts import experts
 from openjet_jax.layer_loop import run_layers
 from openjet_jax.layers import draft_embedding, rms_norm
 from openjet_jax.ngrams import NgramState, add_ngrams, embed_ngrams, ngram_state
+from openjet_jax.projections import project
 from openjet_jax.qwen4exp_weights import IndexerWeights, Qwen4ExpMtpWeights, Qwen4ExpWeights
 from openjet_jax.sparse_attention import (
     SparseCache,
@@ -43,7 +44,6 @@ from openjet_jax.sparse_attention import (
 )
 from openjet_jax.state import KVCache, MtpRows
 from openjet_jax.streams import add_to_streams, mix, stream_norm
-from openjet_jax.weights import project
 
 type Caches = tuple[NgramState, KVCache]
 

@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 from openjet_jax.attention_layers import Window
 from openjet_jax.config import DecodeConfig, Pooling, Qwen4ExpConfig
 from openjet_jax.layers import rms_norm, rotate
+from openjet_jax.projections import project
 from openjet_jax.qwen4exp_weights import IndexerWeights
 from openjet_jax.state import KVCache, kv_cache, put_rows
-from openjet_jax.weights import project
 from pallas_kernels.cached_rows import Q8_0, CachedRows
 from pallas_kernels.pooled_keys import (
     POSITIONS,

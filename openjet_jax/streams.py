@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 
 from openjet_jax.config import Qwen4ExpConfig
 from openjet_jax.layers import rms_norm
+from openjet_jax.projections import project
 from openjet_jax.qwen4exp_weights import StreamWeights
-from openjet_jax.weights import project
 
 
 def stream_norm(

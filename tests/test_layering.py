@@ -15,7 +15,7 @@ ORDER = [
     {"device_memory", "described", "llama_logits"},
     {"settings"},
     {"filters", "weights"},
-    {"qwen4exp_weights"},
+    {"qwen4exp_weights", "projections"},
     {"sampling", "draft_vocabulary", "checkpoint", "row_tables", "leaf_files", "stacks", "tiling"},
     {"state", "layers", "layer_loop", "head_choice"},
     {"deltanet", "attention_layers", "streams", "experts", "sparse_attention"},

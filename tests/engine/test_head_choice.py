@@ -14,6 +14,7 @@ import pytest
 from openjet_jax.draft_vocabulary import draft_logits, empty_slots, hold
 from openjet_jax.head_choice import choose_draft, choose_tokens, chooses_in_kernel
 from openjet_jax.loading import load
+from openjet_jax.projections import project
 from openjet_jax.sampling import (
     adjust,
     choose,
@@ -24,7 +25,7 @@ from openjet_jax.sampling import (
 )
 from openjet_jax.settings import Sampling, SamplingKind
 from openjet_jax.tiling import tiled
-from openjet_jax.weights import Packed, Tiled, project
+from openjet_jax.weights import Packed, Tiled
 from pallas_kernels import decode_head, decode_inputs, decode_product
 from pallas_kernels.matmul_q6 import Q6_K
 

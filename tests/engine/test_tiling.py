@@ -20,18 +20,15 @@ from openjet_jax.draft_vocabulary import empty_slots
 from openjet_jax.layers import add_and_norm, rms_norm
 from openjet_jax.loading import load
 from openjet_jax.prefill import prefill
+from openjet_jax.projections import LayerInput, gated, project, project_each
 from openjet_jax.settings import SamplingKind
 from openjet_jax.weights import (
     AttentionWeights,
     DeltaNetWeights,
     FeedForwardWeights,
-    LayerInput,
     Packed,
     Tiled,
     Within,
-    gated,
-    project,
-    project_each,
 )
 from pallas_kernels import decode_inputs, decode_product
 from pallas_kernels.decode_blocks import BLOCKS
