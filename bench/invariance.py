@@ -60,6 +60,7 @@ def main() -> int:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--only", choices=("greedy", "sampled"))
     args = parser.parse_args()
     model = oj.load(args.model)
     pieces = prompts(model.tokenizer, args.prompts)
@@ -69,6 +70,8 @@ def main() -> int:
         ("greedy", oj.Sampling(), GREEDY),
         ("sampled", oj.Sampling(temperature=1.0, top_k=20, top_p=0.95, seed=11), SAMPLED),
     ):
+        if args.only not in (None, name):
+            continue
         reference = None
         for depth, count, listed in settings:
             chosen = few if listed else model

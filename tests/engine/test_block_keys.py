@@ -1,7 +1,8 @@
 """States and block keys of qwen4exp under speculation, and the wrong rules that tests catch.
 
 Where each invariant of the maintenance is tested; K is tests/kernels/test_pooled_keys.py, C is
-test_cycle.py, Q is test_qwen4exp.py, and the rest is here. All but Q and I14 are hypothesis tests.
+test_cycle.py, Q is test_qwen4exp.py, and the rest is here. All but Q however_maintained are
+hypothesis tests.
 
     I1   retained count: in range, exact after a forward      K retained_keys, windows_and_rollbacks
     I2   retained keys are pooled anew to the bit             K retained_keys, windows_and_rollbacks

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import case, fixed, greedy, names, relative_rms
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pooling_reference import rows_of
 from test_cycle import ask, cycle
 
@@ -395,19 +397,43 @@ def test_other_readings_of_the_mtp_block_make_the_golden_drafts_and_the_same_tex
     assert tokens[: len(z["greedy"])] == z["greedy"].tolist()[: len(tokens)]
 
 
-def test_with_everything_selected_sparse_attention_is_dense_attention():
-    """Up to the budget and a tail, that is: then they part."""
+@functools.cache
+def trunks():
+    """Returns a model, and its trunk: as it is, with everything selected, and dense."""
     model = load("f32_mtp")
     config = dataclasses.replace(model.config, budget=512, mtp_sparse=False)
-    z, (rows,) = model.answers, model.programs.decode.chunks
     dense = dataclasses.replace(config, sparse=(False,) * config.num_layers)
-    ids, streams = padded(z["tokens"], rows), []
+    runs = []
     for variant in (model.config, config, dense):
         caches = qwen4exp.initial_caches(variant, model.programs.decode)
         run = jax.jit(functools.partial(qwen4exp.trunk, model.weights, variant, chunked=True))
-        out, _ = run(ids, np.int32(0), np.int32(len(z["tokens"])), caches)
-        streams.append(np.asarray(out)[: len(z["tokens"])])
+        runs.append(functools.partial(run, caches=caches))
+    return model, runs
+
+
+@settings(max_examples=12, deadline=None)
+@given(count=st.integers(1, 192), start=st.integers(0, 64), seed=st.integers(0, 2**32 - 1))
+def test_with_everything_selected_sparse_attention_is_dense_attention(count, start, seed):
+    """Whatever the text and wherever it is cut; with a smaller budget, up to that and a tail."""
+    model, runs = trunks()
+    (rows,) = model.programs.decode.chunks
+    ids = np.random.default_rng(seed).integers(0, model.config.vocab_used, 2 * rows)
+    first = min(start, count - 1)
+    streams = []
+    for run in runs:
+        out, caches = run(padded(ids[:first], rows), np.int32(0), np.int32(first))
+        more = padded(ids[first:count], rows)
+        rest, _ = run(more, np.int32(first), np.int32(count - first), caches=caches)
+        streams.append(np.concatenate([out[:first], rest[: count - first]]))
     seen = 4 * model.config.budget + 3
     assert relative_rms(streams[1], streams[2]) < 2e-6
     assert relative_rms(streams[0][:seen], streams[2][:seen]) < 2e-6
-    assert relative_rms(streams[0][seen + 1 :], streams[2][seen + 1 :]) > 1e-3
+
+
+def test_with_a_small_budget_sparse_attention_parts_from_dense():
+    model, runs = trunks()
+    z, (rows,) = model.answers, model.programs.decode.chunks
+    ids, count = padded(z["tokens"], rows), len(z["tokens"])
+    few, _, dense = (np.asarray(run(ids, np.int32(0), np.int32(count))[0]) for run in runs)
+    seen = 4 * model.config.budget + 3
+    assert relative_rms(few[seen + 1 : count], dense[seen + 1 : count]) > 1e-3
