@@ -143,8 +143,8 @@ class ProgramStore:
     def _load_ahead(self) -> None:
         if not (keys := self._recall()):
             return
-        # One by one, in the order of use: the first is needed before the others.
-        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="programs")
+        # Two at a time, in the order of use: the first are needed before the others.
+        pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="programs")
         self._ahead = {key: pool.submit(self._load, key) for key in keys}
         pool.shutdown(wait=False)
 
