@@ -217,8 +217,9 @@ def workspace_bytes(
     In plain JAX, matrices are unpacked to float32 on use. A cycle holds the head (on a CPU three
     times: codes, values, values in the order of the product) and the logits of its rows about nine
     times; prefill holds the projections of a layer about twice, or on a GPU the largest of them,
-    and the activations of its rows. What kernels read is not unpacked. A fifth above what XLA
-    reports for a CPU at most; for a 27B on an RTX 3090 1 % above, on an H200 2 %.
+    and the activations of its rows, half of them where kernels do the rest. What kernels read is
+    not unpacked. A fifth above what XLA reports for a CPU at most; for a 27B on an RTX 3090 1 %
+    above, on an H200 6 %.
     """
     if backend == "mosaic":
         tensors = [tensor for tensor in tensors if not _has_kernel(tensor)]
@@ -231,7 +232,8 @@ def workspace_bytes(
             # What a CPU unpacks together, a GPU unpacks one by one.
             group = tensor.block if host else tensor.name
             together[group] = together.get(group, 0) + math.prod(tensor.shape)
-    activations = 3 * (config.ffn_width + config.conv_channels) * max(decode.chunks)
+    widths = config.ffn_width + config.conv_channels
+    activations = math.ceil((1.6 if backend == "mosaic" else 3) * widths * max(decode.chunks))
     prefill = 2 * max(together.values(), default=0) + activations
     head = heads.get("head", 0 if backend == "mosaic" else heads["embedding"])
     copies = 3 if host else 1
