@@ -5,8 +5,8 @@
 Three servers of the bundled model, each a process of its own, one after the other:
 
     load     8 clients, requests of many kinds: whole answers, streams, streams left at any moment,
-             bodies that are no request. Memory is compared once a quarter of them is done and at
-             the end, with the median of many samples.
+             bodies that are no request. As many before them fill prefixes and checkpoints to their
+             limits; then memory at the beginning and at the end, medians of many samples.
     leaving  3 long streams and a client that leaves its own, again and again: how long until its
              place is free, seen from outside.
     shares   8 streams of different kinds for the same time: how the device's time was divided.
@@ -116,8 +116,8 @@ def sample(pid: int) -> Sample:
 
 async def loaded(address: str, pid: int, requests: int) -> dict[str, Any]:
     """Returns what a load did to a server: its memory before and after, and what was left taken."""
-    quarter, samples = requests // 4, []
-    await load(address, quarter, seed=1)
+    samples = []
+    await load(address, requests, seed=1)
     before = await settled(address)
 
     async def watch() -> None:
@@ -126,7 +126,7 @@ async def loaded(address: str, pid: int, requests: int) -> dict[str, Any]:
             await asyncio.sleep(0.25)
 
     watching = asyncio.ensure_future(watch())
-    statuses = await load(address, requests - quarter, seed=2)
+    statuses = await load(address, requests, seed=2)
     watching.cancel()
     after = await settled(address)
     fifth = len(samples) // 5
