@@ -181,7 +181,7 @@ def _call(kernel, out_type, *, name: str, grid: int, warpgroups: int, shared: in
     )
 
 
-def _chunk_of(isa, index):
+def chunk_of(isa, index):
     """Returns where a chunk begins and how many positions it has."""
     start, size, before = isa.Word(0), isa.Word(0), 0
     for i, (begin, length) in enumerate(SIZES):
@@ -217,7 +217,7 @@ class _Chunk:
         # The longest chunks go first, to the blocks that start first.
         block = isa.Word(cut.chunks * cut.kv_heads - 1) - isa.block_index()
         self.index, self.kv_head = block // cut.kv_heads, block % cut.kv_heads
-        self.start, size = _chunk_of(isa, self.index)
+        self.start, size = chunk_of(isa, self.index)
         stop = _smaller(isa, self.start + size, self.end)
         length = isa.select(self.start < stop, stop - self.start, 0)
         self.num_tiles = (length + (TILE - 1)) // TILE

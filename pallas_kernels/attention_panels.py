@@ -1,9 +1,9 @@
-"""Keys and values of a cache on their way to wgmma, as `attention_prefill` takes them.
+"""Keys and values of a cache on their way to wgmma, for `attention_prefill` and `attention_wide`.
 
-A tile is `TILE` positions of one KV head: panels of 64 values a position, 128 bytes, in the order
+A tile is some positions of one KV head: panels of 64 values a position, 128 bytes, in the order
 that the tensor cores read (`piece_place`). One order serves both products, since keys are
-multiplied along a position's values, and values across positions. The 64 threads of two warps bring
-the tiles of one array.
+multiplied along a position's values, and values across positions. A few warps bring the tiles of
+one array.
 
 Keys are made float16: they and the queries are normalised, and three bits more than bfloat16's
 spare scores most of their error. Values may be of any size, and stay bfloat16.
@@ -15,13 +15,12 @@ from pallas_kernels.cached_rows import GROUP
 
 WIDTH = 256
 TILE = 80
-"""Positions of a tile: as many as registers hold scores of; queries are read once for each tile."""
+"""Positions of a prompt's tile: as many as registers hold scores of; queries are read once for each
+tile."""
 
 PANEL_BYTES = 128
 PANELS = 2 * WIDTH // PANEL_BYTES
 TILE_BYTES = 2 * TILE * WIDTH
-
-_THREADS = 64
 
 
 def piece_place(row, piece, rows: int):
@@ -30,21 +29,34 @@ def piece_place(row, piece, rows: int):
 
 
 class Panels:
-    """One thread's view of an array that two warps bring; subclasses are formats.
+    """One thread's view of an array that some warps bring; subclasses are formats.
 
     Args:
       at: where the thread is; see `attention_prefill`.
       which: keys (0) or values (1).
+      positions: of a tile, a multiple of 16.
+      warps: 2 or 4 neighbours; the first one's number is a multiple of theirs.
+      at_once: pieces that wait for shared memory together, as many as registers hold.
     """
 
     parts: int
     """Arrays of keys, or of values: one, or codes and scales."""
 
-    def __init__(self, at: Any, which: int):
+    _AT_ONCE: int
+
+    def __init__(
+        self,
+        at: Any,
+        which: int,
+        positions: int = TILE,
+        warps: int = 2,
+        at_once: int | None = None,
+    ):
         """Takes what the class names."""
         self.at, self.isa, self.plan = at, at.isa, at.plan
         self.arrays, self.are_keys = at.arrays[which], which == 0
-        self.thread = at.thread & (_THREADS - 1)
+        self.positions, self.warps, self.at_once = positions, warps, at_once or self._AT_ONCE
+        self.thread = at.thread & (32 * warps - 1)
 
     def row_of(self, array: int, position, row_bytes: int):
         """Returns the global address of a position's row."""
@@ -59,15 +71,27 @@ class Panels:
             word = self.isa.select(position < self.plan.first, on_false, word)
         return word
 
-    def bring(self, tile, place) -> None:
+    def bring(self, first, place) -> None:
         """Writes this thread's part of a tile, zeros where there is no key.
 
-        What is copied waits where its 16-bit values will stand, which no other thread touches.
-
         Args:
-          tile: which.
+          first: the tile's first position.
           place: address in shared memory.
         """
+        self.fetch(first, place)
+        self.isa.close_copies()
+        self.isa.wait_copies(0)
+        self.convert(place)
+
+    def fetch(self, first, place) -> None:
+        """Starts this thread's copies of a tile; see `bring`.
+
+        What is copied waits where its 16-bit values will stand, which no other thread touches.
+        """
+        raise NotImplementedError
+
+    def convert(self, place) -> None:
+        """Makes 16-bit values of what this thread has copied, once it has arrived."""
         raise NotImplementedError
 
 
@@ -77,26 +101,36 @@ class BfloatPanels(Panels):
     parts = 1
     _AT_ONCE = 5
 
-    def bring(self, tile, place) -> None:
-        """Copies two rows at a time; see `Panels`."""
-        isa = self.isa
-        piece, row = self.thread & 31, self.thread >> 5
+    def _places(self, place) -> list:
+        """Returns the addresses of this thread's pieces of a tile."""
+        step = self.warps
         # Every eight rows the places of pieces repeat.
-        places = [place + piece_place(row + 2 * i, piece, TILE) for i in range(4)]
-        source = isa.offset_address(self.row_of(0, tile * TILE + row, 2 * WIDTH), piece, 16)
-        pieces = [places[i % 4] + i // 4 * (8 * PANEL_BYTES) for i in range(TILE // 2)]
-        for i, piece in enumerate(pieces):
-            position = tile * TILE + (row + 2 * i)
+        turns = 8 // step
+        piece, row = self.thread & 31, self.thread >> 5
+        places = [place + piece_place(row + step * i, piece, self.positions) for i in range(turns)]
+        return [
+            places[i % turns] + i // turns * (8 * PANEL_BYTES)
+            for i in range(self.positions // step)
+        ]
+
+    def fetch(self, first, place) -> None:
+        """Copies a row by every warp at a time; see `Panels`."""
+        isa, step = self.isa, self.warps
+        piece, row = self.thread & 31, self.thread >> 5
+        source = isa.offset_address(self.row_of(0, first + row, 2 * WIDTH), piece, 16)
+        for i, target in enumerate(self._places(place)):
             isa.copy_async(
-                piece,
-                isa.offset_address(source, isa.Word(2 * i), self.plan.kv_heads * 2 * WIDTH),
-                self.chosen(position, 16, 0),
+                target,
+                isa.offset_address(source, isa.Word(step * i), self.plan.kv_heads * 2 * WIDTH),
+                self.chosen(first + (row + step * i), 16, 0),
             )
-        isa.close_copies()
-        isa.wait_copies(0)
+
+    def convert(self, place) -> None:
+        """Makes keys float16; values stay as they are."""
         if self.are_keys:
-            for i in range(0, len(pieces), self._AT_ONCE):
-                self._make_halves(pieces[i : i + self._AT_ONCE])
+            pieces = self._places(place)
+            for i in range(0, len(pieces), self.at_once):
+                self._make_halves(pieces[i : i + self.at_once])
 
     def _make_halves(self, pieces: list) -> None:
         """Replaces pieces that this thread has copied by float16."""
@@ -111,39 +145,52 @@ class Q8Panels(Panels):
     """A cache in q8_0: codes times scales, rounded once, sixteen of a row at a time."""
 
     parts = 2
-    _ROWS, _AT_ONCE = 4, 2
+    _AT_ONCE = 2
 
-    def bring(self, tile, place) -> None:
-        """Takes four rows at a time; see `Panels`."""
-        isa, lane, step = self.isa, self.thread & 31, self._ROWS
+    def _row_and_sixteen(self) -> tuple:
+        """Returns this thread's first row of a tile, and which sixteen values of it."""
+        lane = self.thread & 31
         # Eight neighbours take four sixteens of two rows, so that their stores meet all banks.
-        row = (self.thread >> 5) * 2 + ((lane >> 2) & 1)
-        sixteen = (lane & 3) + (lane >> 3) * 4
+        return (self.thread >> 5) * 2 + ((lane >> 2) & 1), (lane & 3) + (lane >> 3) * 4
+
+    def _places(self, place) -> list[list]:
+        """Returns both addresses of each sixteen that this thread makes of a tile."""
+        (row, sixteen), step = self._row_and_sixteen(), 2 * self.warps
+        turns = 8 // step
         places = [
-            [place + piece_place(row + i * step, sixteen * 2 + half, TILE) for half in range(2)]
-            for i in range(2)
+            [
+                place + piece_place(row + i * step, sixteen * 2 + half, self.positions)
+                for half in range(2)
+            ]
+            for i in range(turns)
         ]
-        pieces = [
-            [at + i // 2 * (2 * step * PANEL_BYTES) for at in places[i % 2]]
-            for i in range(TILE // step)
+        return [
+            [at + i // turns * (8 * PANEL_BYTES) for at in places[i % turns]]
+            for i in range(self.positions // step)
         ]
-        first = tile * TILE + row
+
+    def fetch(self, first, place) -> None:
+        """Copies two rows by every warp at a time; see `Panels`."""
+        isa, (row, sixteen), step = self.isa, self._row_and_sixteen(), 2 * self.warps
+        first = first + row
         codes = isa.offset_address(self.row_of(0, first, WIDTH), sixteen, 16)
         scales = isa.offset_address(self.row_of(1, first, 2 * WIDTH // GROUP), sixteen >> 2, 4)
-        for i, (own, other) in enumerate(pieces):
+        for i, (own, other) in enumerate(self._places(place)):
             position, rows = first + i * step, isa.Word(i * step)
             source = isa.offset_address(codes, rows, self.plan.kv_heads * WIDTH)
             isa.copy_async(own, source, self.chosen(position, 16, 0))
             source = isa.offset_address(scales, rows, self.plan.kv_heads * 2 * WIDTH // GROUP)
             isa.copy_async_word(other, source, self.chosen(position, 4, 0))
-        isa.close_copies()
-        isa.wait_copies(0)
+
+    def convert(self, place) -> None:
+        """Replaces codes and scales by their products."""
+        isa, (_, sixteen), pieces = self.isa, self._row_and_sixteen(), self._places(place)
         scale_bytes = isa.select((sixteen & 2).equals(0), 0x1010, 0x3232)
-        for i in range(0, len(pieces), self._AT_ONCE):
-            self._multiply(pieces[i : i + self._AT_ONCE], scale_bytes)
+        for i in range(0, len(pieces), self.at_once):
+            self._multiply(pieces[i : i + self.at_once], scale_bytes)
 
     def _multiply(self, pieces: list, scale_bytes) -> None:
-        """Replaces codes and scales by their products."""
+        """Makes values of some sixteens."""
         isa = self.isa
         loaded = [(isa.load_shared(own, 0, 4), isa.load_shared(other)[0]) for own, other in pieces]
         for places, (codes, scale) in zip(pieces, loaded, strict=True):

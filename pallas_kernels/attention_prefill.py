@@ -166,6 +166,8 @@ def attn_prefill(
 class Places:
     """Where a thread is, which rows and tiles are its block's, and addresses."""
 
+    positions, stages = TILE, STAGES
+
     def __init__(self, isa, plan: Plan, refs):
         """Takes the references of the kernel."""
         self.isa, self.plan = isa, plan
@@ -202,6 +204,14 @@ class Places:
         """Returns the address of a stage of keys (0) or of values (1)."""
         return self.tiles + (stage + which * STAGES) * TILE_BYTES
 
+    def position(self, tile):
+        """Returns the first position of a tile."""
+        return tile * TILE
+
+    def seen(self, half: int):
+        """Returns how many positions a lane's row of either half sees."""
+        return self.count + _row_of(self, half)
+
     def full(self, which: int, stage):
         """Returns the barrier of a stage that has come."""
         return self.barriers + (stage + 2 * which * STAGES) * 8
@@ -237,14 +247,14 @@ def prepare_barriers(isa, at: Places) -> None:
     isa.fence_barriers()
 
 
-def _advance(isa, ring):
-    """Returns the next place in a ring and the parity of its next phase."""
-    stage, parity = ring
-    stays = stage < STAGES - 1
+def advance(at: Any, ring):
+    """Returns the next place in a ring of `at.stages`, and the parity of its next phase."""
+    isa, (stage, parity) = at.isa, ring
+    stays = stage < at.stages - 1
     return isa.select(stays, stage + 1, 0), isa.select(stays, parity, parity ^ 1)
 
 
-def _arrive(at: Places, barrier) -> None:
+def arrive(at: Any, barrier) -> None:
     """Counts this warp in, all of its lanes' work behind it."""
     at.isa.sync_warp()
     with at.isa.when(at.lane < 1):
@@ -259,10 +269,10 @@ def produce(at: Places, which: int) -> None:
     def feed(tile, ring):
         stage, parity = ring
         isa.barrier_wait(at.empty(which, stage), parity)
-        panels.bring(tile, at.tile(which, stage))
+        panels.bring(at.position(tile), at.tile(which, stage))
         isa.fence_shared_writes()
-        _arrive(at, at.full(which, stage))
-        return _advance(isa, ring)
+        arrive(at, at.full(which, stage))
+        return advance(at, ring)
 
     # A fresh barrier's phase before the first counts as over.
     isa.loop(at.first_tile, at.end_tile, 1, (isa.Word(0), isa.Word(1)), feed)
@@ -271,9 +281,16 @@ def produce(at: Places, which: int) -> None:
 def consume(at: Places) -> None:
     """Emits the work of a consumer warpgroup."""
     isa = at.isa
+
+    def attend():
+        queries = at.queries + at.group * _QUERY_BYTES
+        _load_queries(at, queries)
+        sums, _, totals = Consumer(at, queries).attend()
+        _store(at, sums, totals)
+
     isa.branch(
         at.first_tile < at.end_tile,
-        lambda: _Head(at).attend(),
+        attend,
         lambda: _store(at, [isa.Float(0.0)] * (WIDTH // 2), [isa.Float(1.0)] * 2),
     )
 
@@ -283,11 +300,34 @@ def _row_of(at: Places, half: int):
     return (at.warp & 3) * 16 + (at.lane >> 2) + 8 * half
 
 
+def _load_queries(at: Places, queries) -> None:
+    """Writes the queries to shared memory, rounded to float16."""
+    isa, plan = at.isa, at.plan
+    thread = at.thread & 127
+    piece = thread & 31
+    for first in range(0, ROWS, 4 * _AT_ONCE // 2):
+        rows = [(thread >> 5) + (first + 4 * turn) for turn in range(_AT_ONCE // 2)]
+        loaded = []
+        for row in rows:
+            source = at.row + row
+            source = isa.select(source < plan.rows, source, plan.rows - 1)
+            place = (source * plan.heads + at.head) * (WIDTH // 8) + piece
+            address = isa.offset_address(at.q, place, 32)
+            loaded.append(
+                isa.load_global_floats(address, 0, 4) + isa.load_global_floats(address, 16, 4)
+            )
+        for row, x in zip(rows, loaded, strict=True):
+            words = [isa.pack_halves(*x[i : i + 2]) for i in range(0, 8, 2)]
+            isa.store_shared(queries + piece_place(row, piece, ROWS), words)
+    isa.fence_shared_writes()
+    isa.sync_threads(at.group + 1, 128)
+
+
 def _store(at: Places, sums, totals) -> None:
     """Stores a head's gated rows, zeros for those that do not count."""
     isa, plan = at.isa, at.plan
     for half in range(2):
-        row, count = at.row + _row_of(at, half), at.count + _row_of(at, half)
+        row, count = at.row + _row_of(at, half), at.seen(half)
         live = isa.select(isa.Word(plan.first) < count, count, at.end + 1) < at.end + 1
         divisor = isa.reciprocal(isa.select_float(live, totals[half], isa.Float(1.0)))
         with isa.when(row < plan.rows):
@@ -313,77 +353,64 @@ def _tree(operation, values: list):
     return values[0]
 
 
-class _Head:
-    """A consumer warpgroup's 64 rows of one query head."""
+class Consumer:
+    """A consumer warpgroup's 64 rows.
 
-    def __init__(self, at: Places):
-        self.at, self.isa = at, at.isa
-        self.queries = at.queries + at.group * _QUERY_BYTES
+    Args:
+      at: where the thread is, as `Places` says it, or a kernel with other tiles.
+      queries: address of the rows in float16, four panels of 64 values.
+    """
 
-    def attend(self) -> None:
-        """Emits everything: queries in, tiles in order, rows out."""
+    def __init__(self, at: Any, queries):
+        """Takes what the class names."""
+        self.at, self.isa, self.queries = at, at.isa, queries
+
+    def attend(self) -> tuple[list, list, list]:
+        """Emits all tiles in order, at least one.
+
+        Returns:
+          This thread's sums as of `ptx.wgmma`, [64, WIDTH], and of its two rows the largest scores
+          and the totals that the sums are to be divided by.
+        """
         at, isa = self.at, self.isa
-        self._load_queries()
         zero, low = isa.Float(0.0), isa.Float(_LOWEST)
         ring = isa.Word(0), isa.Word(0)
         scores = self._scores(ring)
         isa.wgmma_wait(0)
         scores = isa.pin(scores)
-        _arrive(at, at.empty(0, ring[0]))
+        arrive(at, at.empty(0, ring[0]))
         weights, tops, totals, _ = self._softmax(scores, at.first_tile, [low] * 2, [zero] * 2, True)
         weights = self._packed(weights)
-        carry = _advance(isa, ring), ring, weights, tops, totals, [zero] * (WIDTH // 2)
+        carry = advance(at, ring), ring, weights, tops, totals, [zero] * (WIDTH // 2)
         following, plain = at.first_tile + 1, at.plain_tile
         plain = isa.select(plain < following, following, plain)
         plain = isa.select(plain < at.end_tile, plain, at.end_tile)
         carry = isa.loop(following, plain, 1, carry, functools.partial(self._step, masked=False))
         carry = isa.loop(plain, at.end_tile, 1, carry, functools.partial(self._step, masked=True))
-        _, ring, weights, _, totals, sums = carry
+        _, ring, weights, tops, totals, sums = carry
         sums = self._add_values(ring, weights, sums)
         isa.wgmma_wait(0)
         isa.pin(weights)
         sums = isa.pin(sums)
         for distance in (1, 2):
             totals = [isa.sum_of(total, isa.shuffle_xor(total, distance)) for total in totals]
-        _store(at, sums, totals)
-
-    def _load_queries(self) -> None:
-        """Writes the queries to shared memory, rounded to float16."""
-        at, isa, plan = self.at, self.isa, self.at.plan
-        thread = at.thread & 127
-        piece = thread & 31
-        for first in range(0, ROWS, 4 * _AT_ONCE // 2):
-            rows = [(thread >> 5) + (first + 4 * turn) for turn in range(_AT_ONCE // 2)]
-            loaded = []
-            for row in rows:
-                source = at.row + row
-                source = isa.select(source < plan.rows, source, plan.rows - 1)
-                place = (source * plan.heads + at.head) * (WIDTH // 8) + piece
-                address = isa.offset_address(at.q, place, 32)
-                loaded.append(
-                    isa.load_global_floats(address, 0, 4) + isa.load_global_floats(address, 16, 4)
-                )
-            for row, x in zip(rows, loaded, strict=True):
-                words = [isa.pack_halves(*x[i : i + 2]) for i in range(0, 8, 2)]
-                isa.store_shared(self.queries + piece_place(row, piece, ROWS), words)
-        isa.fence_shared_writes()
-        isa.sync_threads(at.group + 1, 128)
+        return sums, tops, totals
 
     def _scores(self, ring) -> list:
-        """Starts queries times a tile's keys, [64, TILE] as in `ptx.wgmma`."""
+        """Starts queries times a tile's keys, [64, positions] as in `ptx.wgmma`."""
         at, isa = self.at, self.isa
         stage, parity = ring
         isa.barrier_wait(at.full(0, stage), parity)
         left, right = isa.descriptor(self.queries), isa.descriptor(at.tile(0, stage))
         isa.wgmma_fence()
-        scores: Any = TILE // 2
+        scores: Any = at.positions // 2
         for step in range(WIDTH // 16):
             # Sixteen values are 32 bytes, two in units of a description.
             panel, within = step // PANELS, 2 * (step % PANELS)
             scores = isa.wgmma_shared(
                 scores,
                 left + (panel * (ROWS * PANEL_BYTES // 16) + within),
-                right + (panel * (TILE * PANEL_BYTES // 16) + within),
+                right + (panel * (at.positions * PANEL_BYTES // 16) + within),
             )
         isa.wgmma_commit()
         return scores
@@ -393,9 +420,9 @@ class _Head:
         at, isa = self.at, self.isa
         stage, parity = ring
         isa.barrier_wait(at.full(1, stage), parity)
-        matrix = isa.descriptor_of_rows(at.tile(1, stage), TILE * PANEL_BYTES)
+        matrix = isa.descriptor_of_rows(at.tile(1, stage), at.positions * PANEL_BYTES)
         isa.wgmma_fence()
-        for step in range(TILE // 16):
+        for step in range(at.positions // 16):
             words = weights[4 * step : 4 * step + 4]
             sums = isa.wgmma_rows(sums, words, matrix + step * (16 * PANEL_BYTES // 16))
         isa.wgmma_commit()
@@ -409,13 +436,13 @@ class _Head:
         sums = self._add_values(values, weights, sums)
         isa.wgmma_wait(1)
         scores = isa.pin(scores)
-        _arrive(at, at.empty(0, keys[0]))
+        arrive(at, at.empty(0, keys[0]))
         new_weights, new_tops, totals, shrinks = self._softmax(scores, tile, tops, totals, masked)
         isa.wgmma_wait(0)
         isa.pin(weights)
         sums = isa.pin(sums)
         new_weights = self._packed([isa.pin(row) for row in new_weights])
-        _arrive(at, at.empty(1, values[0]))
+        arrive(at, at.empty(1, values[0]))
         # Largest scores seldom change; where none of a warp's does, both factors are 1.
         changed = isa.any_lane(
             isa.either(
@@ -430,7 +457,7 @@ class _Head:
             lambda: [isa.product_of(x, shrinks[i % 4 // 2]) for i, x in enumerate(sums)],
             sums,
         )
-        return _advance(isa, keys), _advance(isa, values), new_weights, new_tops, totals, sums
+        return advance(at, keys), advance(at, values), new_weights, new_tops, totals, sums
 
     def _softmax(self, scores, tile, tops, totals, masked: bool):
         """Returns both rows' weights, largest scores, totals, and old sums' factors."""
@@ -438,7 +465,11 @@ class _Head:
         scale = isa.Float(_SCALE)
         weights, new_tops, new_totals, shrinks = [], [], [], []
         for half in range(2):
-            mine = [scores[4 * j + 2 * half + i] for j in range(TILE // 8) for i in range(2)]
+            mine = [
+                scores[4 * j + 2 * half + i]
+                for j in range(self.at.positions // 8)
+                for i in range(2)
+            ]
             if masked:
                 mine = self._masked(mine, tile, half)
             top = isa.maximum(tops[half], _tree(isa.maximum, mine))
@@ -457,16 +488,18 @@ class _Head:
     def _packed(self, weights) -> list:
         """Returns weights as left-hand operands: rows g and g + 8 of eight positions, and so on."""
         pack = self.isa.pack_bfloats
-        return [pack(*row[2 * i : 2 * i + 2]) for i in range(TILE // 8) for row in weights]
+        return [
+            pack(*row[2 * i : 2 * i + 2]) for i in range(self.at.positions // 8) for row in weights
+        ]
 
     def _masked(self, scores, tile, half: int) -> list:
         """Returns scores, minus infinity where the row sees no key."""
         at, isa = self.at, self.isa
-        count = at.count + _row_of(at, half)
+        count = at.seen(half)
         hidden, masked = isa.Float(-math.inf), []
-        for j in range(TILE // 8):
+        for j in range(at.positions // 8):
             for i in range(2):
-                position = tile * TILE + (at.lane & 3) * 2 + (8 * j + i)
+                position = at.position(tile) + (at.lane & 3) * 2 + (8 * j + i)
                 score = isa.select_float(position < count, scores[2 * j + i], hidden)
                 if at.plan.first:
                     score = isa.select_float(position < at.plan.first, hidden, score)

@@ -60,7 +60,7 @@ class Role(Threads):
     def __init__(self, first: int, threads: int, shared: np.ndarray, barriers: Barriers, index=0):
         super().__init__(threads, 0)
         self.first, self.shared, self.barriers, self.index = first, shared, barriers, index
-        self.copies: list[Callable] = []
+        self.copies: list[list[Callable]] = [[]]
         self.products: list[list[Callable]] = [[]]
         self.read: list[set[int]] = [set()]
         self.unfenced = False
@@ -172,18 +172,18 @@ class Role(Threads):
         read = [
             np.where(num_bytes > 0, memory[first + i], 0).astype(np.uint32) for i in range(words)
         ]
-        self.copies.append(lambda: self.store_shared(shared, read))
+        self.copies[-1].append(lambda: self.store_shared(shared, read))
 
     def copy_async_word(self, shared, source, num_bytes):
         self.copy_async(shared, source, num_bytes, 1)
 
     def close_copies(self):
-        pass
+        self.copies.append([])
 
     def wait_copies(self, groups):
-        assert groups == 0
-        while self.copies:
-            self.copies.pop(0)()
+        while len(self.copies) > groups + 1:
+            for copy in self.copies.pop(0):
+                copy()
 
     # Barriers.
 
