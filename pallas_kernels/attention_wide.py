@@ -1,0 +1,335 @@
+"""Attention of a cycle's rows against a long cache through wgmma, for sm_90 GPUs: in measurement.
+
+Chunks, results and the merge are those of `attention_decode`. A block of threads takes one chunk of
+one KV head: all rows of all query heads that read it stand in the 64 rows of one matrix, and one
+consumer warpgroup goes through the chunk's tiles as that of `attention_prefill` does. Producer
+warpgroups, one for keys and one for values, have copies of two tiles under way each while they
+convert the tile before in place (`attention_panels`): threads that multiply convert nothing, and
+threads that wait for memory hold no registers.
+
+A row's bits follow from its position alone: tiles begin at fixed positions, and are taken in order.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import ptx
+from pallas_kernels.attention_decode import Cut, chunk_of, merge_kernel
+from pallas_kernels.attention_decode import fits as fits_decode
+from pallas_kernels.attention_panels import (
+    WIDTH,
+    BfloatPanels,
+    Panels,
+    Q8Panels,
+    piece_place,
+)
+from pallas_kernels.attention_prefill import ROWS as MATRIX_ROWS
+from pallas_kernels.attention_prefill import Consumer, advance, arrive
+from pallas_kernels.attention_tiles import ROWS
+from pallas_kernels.cached_rows import CachedRows, Q8Rows
+
+POSITIONS = 64
+"""Positions of a tile: they divide every chunk."""
+
+STAGES = 3
+"""Tiles of keys, and of values, that shared memory holds: all but one on their way."""
+
+STAGE_BYTES = 2 * POSITIONS * WIDTH
+"""Of a tile's keys, or values, in 16 bits."""
+
+PRODUCERS = 4
+"""Warps that bring keys, and warps that bring values."""
+
+THREADS = 3 * 128
+_AT_ONCE = 8  # pieces of a thread that wait for memory together
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wide(Cut):
+    """Static sizes of one call.
+
+    Attributes:
+      panels: format of the cache, in place of `tiles`.
+    """
+
+    panels: type[Panels] = BfloatPanels
+
+    @property
+    def shared_bytes(self) -> list[int]:
+        """Sizes of: queries, keys and values, barriers."""
+        return [2 * MATRIX_ROWS * WIDTH, 2 * STAGES * STAGE_BYTES, 4 * STAGES * 8]
+
+
+def fits(q: Float[Array, "rows heads width"], k: CachedRows) -> bool:
+    """Returns whether there is a kernel for queries over a cache of such shape and format."""
+    return fits_decode(q, k)
+
+
+@functools.partial(jax.jit, static_argnames=("first", "gate_columns"))
+def attn_wide(
+    q: Float[Array, "rows heads width"],
+    k: CachedRows,
+    v: CachedRows,
+    layer: Int[Array, ""],
+    positions: Int[Array, " rows"],
+    end: Int[Array, ""],
+    gate: Float[Array, "rows ..."],
+    first: int = 0,
+    gate_columns: tuple[int, int, int] | None = None,
+) -> Float[Array, "rows heads width"]:
+    """Returns `sigmoid(gate)` times each row's attention over the keys up to its position.
+
+    Queries and keys are rounded to float16, softmax weights to bfloat16, and a q8_0 cache's values
+    to bfloat16. Arguments are those of `attention_decode.attn_decode`.
+
+    Args:
+      q: queries, normalised and rotated, `ROWS` of them.
+      k: cached keys of all layers [layers, capacity, kv_heads, width], in bfloat16 or q8_0,
+        normalised: they must fit float16.
+      v: cached values.
+      layer: which.
+      positions: of each row; a row at -1 gets zeros.
+      end: positions from here on are not read; at least 1 + the last live position.
+      gate: output gates before their sigmoid, [rows, heads, width] or in a wider matrix.
+      first: first position that holds a key.
+      gate_columns: of that matrix: length of a row, the first gate's column, and columns from one
+        head's to the next's.
+
+    Raises:
+      ValueError: sizes that have no kernel, or another number of rows.
+    """
+    (rows, heads, width), (_, capacity, kv_heads, _) = q.shape, k.shape
+    if rows != ROWS or width != WIDTH:
+        raise ValueError(f"{q.shape=} must be {ROWS} rows of width {WIDTH}")
+    panels = Q8Panels if isinstance(k, Q8Rows) else BfloatPanels
+    cut = Wide(heads=heads, kv_heads=kv_heads, capacity=capacity, first=first, panels=panels)
+    counts = (positions + 1).astype(jnp.int32)
+    scalars = jnp.reshape(layer, 1), jnp.reshape(end, 1)
+    shape = (cut.chunks, heads, ROWS)
+    sums, stats = _call(
+        functools.partial(_kernel, cut),
+        [jax.ShapeDtypeStruct((*shape, w), jnp.float32) for w in (WIDTH, 2)],
+        name="attn_wide_kernel",
+        grid=cut.chunks * kv_heads,
+        warpgroups=THREADS // 128,
+        shared=cut.shared_bytes,
+    )(q, *jax.tree.leaves((k, v)), counts, *scalars)
+    return _call(
+        functools.partial(merge_kernel, ptx, cut, gate_columns or (heads * WIDTH, 0, WIDTH)),
+        [jax.ShapeDtypeStruct(q.shape, jnp.float32)],
+        name="attn_wide_merge_kernel",
+        grid=heads * ROWS,
+        warpgroups=1,
+        shared=[16],
+    )(sums, stats, gate, counts)[0]
+
+
+def _call(kernel, out_type, *, name: str, grid: int, warpgroups: int, shared: list[int]):
+    def body(*refs):
+        ptx.follow_previous_kernel()
+        inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+        inline(lambda _, *refs: kernel(*refs))(*refs)
+
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=[plgpu.SMEM((size // 4,), jnp.uint32) for size in shared],
+        grid=(grid,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )
+
+
+class Chunk:
+    """Where a thread is, its chunk and KV head, and addresses; `Consumer` and `Panels` read it."""
+
+    positions, stages = POSITIONS, STAGES
+
+    def __init__(self, isa, plan: Wide, refs):
+        """Takes the references of the kernel."""
+        self.isa, self.plan = isa, plan
+        q, *cache, counts, layer, end, sums, stats, queries, tiles, barriers = refs
+        self.q, self.sums, self.stats, counts, layer, end = (
+            isa.global_address(ref) for ref in (q, sums, stats, counts, layer, end)
+        )
+        cache = [isa.global_address(ref) for ref in cache]
+        self.arrays = cache[: plan.panels.parts], cache[plan.panels.parts :]
+        self.thread = isa.thread_index()
+        self.lane = self.thread & 31
+        self.row = self.lane >> 2
+        """Of the cycle; the two halves of a lane's matrix rows are two heads."""
+        # All three are on their way before the first is waited for.
+        counts = isa.offset_address(counts, self.row, 4)
+        loaded = [isa.load_global(address)[0] for address in (layer, end, counts)]
+        self.layer, self.end, self.warp = map(isa.uniform, (*loaded[:2], self.thread >> 5))
+        self.count = loaded[2]
+        # The longest chunks go first, to the blocks that start first.
+        block = isa.Word(plan.chunks * plan.kv_heads - 1) - isa.block_index()
+        self.index, self.kv_head = block // plan.kv_heads, block % plan.kv_heads
+        self.start, size = chunk_of(isa, self.index)
+        stop = self.start + size
+        stop = isa.select(stop < self.end, stop, self.end)
+        length = isa.select(self.start < stop, stop - self.start, 0)
+        self.first_tile = isa.Word(0)
+        self.end_tile = (length + (POSITIONS - 1)) // POSITIONS
+        self.plain_tile = self._plain_tile()
+        self.queries, self.tiles, self.barriers = (
+            isa.shared_address(ref) for ref in (queries, tiles, barriers)
+        )
+
+    def _plain_tile(self):
+        """Returns the first tile from which on some live row may not see every position.
+
+        The chunk's first tile is masked in any case.
+        """
+        isa = self.isa
+        # Idle rows may see what they like: nothing of theirs is stored.
+        least = isa.select(self.count.equals(0), self.plan.capacity, self.count)
+        for distance in (4, 8, 16):
+            other = isa.shuffle_word_xor(least, distance)
+            least = isa.select(other < least, other, least)
+        least = isa.uniform(least)
+        tile = isa.select(self.start < least, least - self.start, 0) // POSITIONS
+        if self.plan.first:
+            tile = isa.select(self.start < self.plan.first, 0, tile)
+        return tile
+
+    def position(self, tile):
+        """Returns the first position of a tile."""
+        return self.start + tile * POSITIONS
+
+    def seen(self, half: int):
+        """Returns how many positions a lane's row of either half sees."""
+        del half
+        return self.count
+
+    def tile(self, which: int, stage):
+        """Returns the address of a stage of keys (0) or of values (1)."""
+        return self.tiles + (stage + which * STAGES) * STAGE_BYTES
+
+    def full(self, which: int, stage):
+        """Returns the barrier of a stage that has come."""
+        return self.barriers + (stage + 2 * which * STAGES) * 8
+
+    def empty(self, which: int, stage):
+        """Returns the barrier of a stage that may be replaced."""
+        return self.full(which, stage) + STAGES * 8
+
+
+def _kernel(plan: Wide, *refs) -> None:
+    at = Chunk(ptx, plan, refs)
+
+    def consumes():
+        ptx.set_registers(232, grow=True)
+        consume(at)
+
+    def produces():
+        ptx.set_registers(136, grow=False)
+        ptx.branch(at.warp < 4 + PRODUCERS, lambda: produce(at, 0), lambda: produce(at, 1))
+
+    def work():
+        with ptx.when(at.thread.equals(0)):
+            prepare_barriers(ptx, at)
+        ptx.sync_threads(0, THREADS)
+        ptx.branch(at.warp < 4, consumes, produces)
+
+    ptx.branch(at.first_tile < at.end_tile, work, lambda: None)
+
+
+def prepare_barriers(isa, at: Chunk) -> None:
+    """Prepares the barriers: one arrival of every warp that fills, or reads, a stage."""
+    for which in range(2):
+        for stage in range(STAGES):
+            isa.barrier_init(at.full(which, isa.Word(stage)), PRODUCERS)
+            isa.barrier_init(at.empty(which, isa.Word(stage)), 4)
+    isa.fence_barriers()
+
+
+def produce(at: Chunk, which: int) -> None:
+    """Emits the work of the warpgroup that brings keys (0) or values (1)."""
+    isa, ahead = at.isa, STAGES - 1
+    panels = at.plan.panels(at, which, POSITIONS, PRODUCERS, _AT_ONCE)
+
+    def fetch(tile, ring):
+        stage, parity = ring
+
+        def copy():
+            isa.barrier_wait(at.empty(which, stage), parity)
+            panels.fetch(at.position(tile), at.tile(which, stage))
+
+        isa.branch(tile < at.end_tile, copy, lambda: None)
+        isa.close_copies()
+        return advance(at, ring)
+
+    def feed(tile, carry):
+        coming, (stage, parity) = carry
+        isa.wait_copies(ahead - 1)
+        panels.convert(at.tile(which, stage))
+        isa.fence_shared_writes()
+        arrive(at, at.full(which, stage))
+        # The stage of the tile before, which may still be read: so after this one's work.
+        coming = fetch(tile + ahead, coming)
+        return coming, advance(at, (stage, parity))
+
+    # A fresh barrier's phase before the first counts as over.
+    coming = isa.Word(0), isa.Word(1)
+    for tile in range(ahead):
+        coming = fetch(isa.Word(tile), coming)
+    ready = isa.Word(0), isa.Word(0)
+    isa.loop(at.first_tile, at.end_tile, 1, (coming, ready), feed)
+
+
+def consume(at: Chunk) -> None:
+    """Emits the work of the consumer warpgroup: queries in, tiles in order, sums out."""
+    _load_queries(at)
+    _store(at, *Consumer(at, at.queries).attend())
+
+
+def _load_queries(at: Chunk) -> None:
+    """Writes the queries to shared memory, rounded to float16; rows that no head has are zeros."""
+    isa, plan = at.isa, at.plan
+    piece, row = at.thread & 31, (at.thread >> 5) & 3
+    rows = [row + 4 * turn for turn in range(MATRIX_ROWS // 4)]
+    used = plan.group * ROWS // 4
+    for begin in range(0, used, _AT_ONCE):
+        some, loaded = rows[begin : min(begin + _AT_ONCE, used)], []
+        for row in some:
+            # Row m of the matrix is row m % 8 of head m / 8.
+            head = at.kv_head * plan.group + (row >> 3)
+            place = ((row & 7) * plan.heads + head) * (WIDTH // 8) + piece
+            address = isa.offset_address(at.q, place, 32)
+            loaded.append(
+                isa.load_global_floats(address, 0, 4) + isa.load_global_floats(address, 16, 4)
+            )
+        for row, x in zip(some, loaded, strict=True):
+            words = [isa.pack_halves(*x[i : i + 2]) for i in range(0, 8, 2)]
+            isa.store_shared(at.queries + piece_place(row, piece, MATRIX_ROWS), words)
+    for row in rows[used:]:
+        place = at.queries + piece_place(row, piece, MATRIX_ROWS)
+        isa.store_shared(place, [isa.Word(0)] * 4)
+    isa.fence_shared_writes()
+    isa.sync_threads(1, 128)
+
+
+def _store(at: Chunk, sums, tops, totals) -> None:
+    """Stores live rows' sums, largest scores and totals, as `attention_decode` does."""
+    isa, plan = at.isa, at.plan
+    with isa.when(at.warp < plan.row_tiles), isa.when(isa.Word(0) < at.count):
+        for half in range(2):
+            head = at.kv_head * plan.group + at.warp * 2 + half
+            place = (at.index * plan.heads + head) * ROWS + at.row
+            out = isa.offset_address(at.sums, place, 4 * WIDTH)
+            out = isa.offset_address(out, at.lane & 3, 8)
+            for j in range(WIDTH // 8):
+                isa.store_global(out, sums[4 * j + 2 * half :][:2], 32 * j)
+            with isa.when((at.lane & 3).equals(0)):
+                stats = isa.offset_address(at.stats, place, 8)
+                isa.store_global(stats, [tops[half], totals[half]])
