@@ -1,7 +1,7 @@
 """The figures the project states: written by measuring scripts, shown in documents, never by hand.
 
-    python -m bench.summary          rewrite the tables from bench/results/*/*.json: bounded figures
-                                     in README.md, acceptance in bench/README.md
+    python -m bench.summary          rewrite README.md's tables from bench/results/*/*.json: bounded
+                                     figures, and the acceptance of drafts
     python -m bench.summary --check  only say whether they are up to date
 
 A script calls `record`; a figure measured again replaces the one of the same name.
@@ -20,7 +20,7 @@ from bench.acceptance_table import acceptance_table
 from bench.manifest import ROOT, device_folder, manifest
 
 RESULTS = ROOT / "bench" / "results"
-README, NOTES = ROOT / "README.md", ROOT / "bench" / "README.md"
+README = ROOT / "README.md"
 BEGIN, END = "<!-- figures: made by bench.summary -->", "<!-- end of figures -->"
 ACCEPTANCE = "<!-- acceptance: made by bench.summary -->", "<!-- end of acceptance -->"
 
@@ -158,8 +158,9 @@ def with_table(text: str, figures: str, markers: tuple[str, str] = (BEGIN, END))
 def documents(results: pathlib.Path = RESULTS) -> dict[pathlib.Path, str]:
     """Returns the documents with their tables made again from the results."""
     return {
-        README: with_table(README.read_text(), table(results)),
-        NOTES: with_table(NOTES.read_text(), acceptance_table(results), ACCEPTANCE),
+        README: with_table(
+            with_table(README.read_text(), table(results)), acceptance_table(results), ACCEPTANCE
+        ),
     }
 
 
