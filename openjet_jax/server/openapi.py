@@ -70,7 +70,8 @@ def _generation(text: str, schema: str) -> dict[str, Any]:
         "responses": {
             "200": {
                 "description": "Whole, or events if `stream`",
-                "content": _OBJECT | {"text/event-stream": {"schema": {"type": "string"}}},
+                # OpenAPI 3.1 has no form for a stream of events: the data of each is a chunk.
+                "content": _OBJECT | {"text/event-stream": {}},
             },
             **_ERRORS,
         },
