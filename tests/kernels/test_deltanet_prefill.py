@@ -268,13 +268,10 @@ def test_rows_that_do_not_fill_chunks_are_refused():
 
 
 @pytest.mark.parametrize("sizes", GDN_SIZES, ids=str)
-def test_a_layer_compiles_to_machine_code_without_spills(sizes):
+def test_a_layer_compiles_to_machine_code_without_spills(sizes, h200):
     from bench.compile_kernels import compile_gdn_prefill
-    from openjet_jax.described import can_compile, card_of, sharding_on
 
-    if not can_compile():
-        pytest.skip("needs JAX's CUDA plugin and ptxas")
-    reports = compile_gdn_prefill(sizes, sharding_on(card_of("h200")))
+    reports = compile_gdn_prefill(sizes, h200)
     assert len(reports) == 4
     assert all(report.spilled_bytes == 0 for report in reports)
 

@@ -120,13 +120,10 @@ def test_rows_that_are_no_whole_blocks_are_refused():
 
 
 @pytest.mark.parametrize("k", [5120, 17408])
-def test_it_compiles_to_machine_code_without_spills(k):
+def test_it_compiles_to_machine_code_without_spills(k, h200):
     from bench.compile_kernels import compile_prefill_inputs
-    from openjet_jax.described import can_compile, card_of, sharding_on
 
-    if not can_compile():
-        pytest.skip("needs JAX's CUDA plugin and ptxas")
-    assert compile_prefill_inputs(k, sharding_on(card_of("h200"))).spilled_bytes == 0
+    assert compile_prefill_inputs(k, h200).spilled_bytes == 0
 
 
 @pytest.mark.gpu
