@@ -41,7 +41,7 @@ def add_and_norm(
       readers: the projections.
     """
     rows = x.shape[0]
-    if (rows in (8, 16) or rows > 16) and any(isinstance(w, Tiled) for w in readers):
+    if (rows == 8 or rows >= 16) and any(isinstance(w, Tiled) for w in readers):
         return prepared_input(x, added, norm, layer, eps, readers)
     x = x + added
     return x, rms_norm(x, norm[layer], eps)

@@ -81,8 +81,9 @@ class StoredProgram:
 
     def __init__(self, payload: bytes):
         """Loads the machine code onto the default device."""
-        _name_mosaic_runtime()
         file, client = io.BytesIO(payload), jax.devices()[0].client
+        if client.platform != "cpu":
+            _name_mosaic_runtime()
         unpickled = serialize_executable._JaxPjrtUnpickler(file, client).load()
         unloaded, self._args_info, self._no_kwargs = unpickled
         self._executable = unloaded.load()
