@@ -13,10 +13,11 @@ FlashAttention-2 (Dao, 2023) and Flash-Decoding (Dao et al., 2023).
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import ptx
@@ -32,6 +33,7 @@ from pallas_kernels.attention_tiles import (
     Tiles,
 )
 from pallas_kernels.cached_rows import CachedRows, Q8Rows
+from pallas_kernels.lane_kernel import lane_kernel
 
 AT_ONCE = 8
 """Chunks whose sums a merging thread has under way."""
@@ -68,6 +70,24 @@ class Cut:
             )
         if self.capacity % TILE:
             raise ValueError(f"{self.capacity=} must be a multiple of {TILE=}")
+
+    @classmethod
+    def of(cls, q: Array, k: CachedRows, first: int, **format: Any) -> Self:
+        """Returns the sizes of queries over a cache.
+
+        Args:
+          q: queries.
+          k: cached keys of all layers.
+          first: first position that holds a key.
+          **format: of the cache.
+
+        Raises:
+          ValueError: sizes that have no kernel, or another number of rows.
+        """
+        (rows, heads, width), (_, capacity, kv_heads, _) = q.shape, k.shape
+        if rows != ROWS or width != WIDTH:
+            raise ValueError(f"{q.shape=} must be {ROWS} rows of width {WIDTH}")
+        return cls(heads=heads, kv_heads=kv_heads, capacity=capacity, first=first, **format)
 
     @property
     def group(self) -> int:
@@ -136,49 +156,64 @@ def attn_decode(
     Raises:
       ValueError: sizes that have no kernel, or another number of rows.
     """
-    (rows, heads, width), (_, capacity, kv_heads, _) = q.shape, k.shape
-    if rows != ROWS or width != WIDTH:
-        raise ValueError(f"{q.shape=} must be {ROWS} rows of width {WIDTH}")
     tiles = Q8Tiles if isinstance(k, Q8Rows) else BfloatTiles
-    cut = Cut(heads=heads, kv_heads=kv_heads, capacity=capacity, first=first, tiles=tiles)
+    cut = Cut.of(q, k, first, tiles=tiles)
+    launch = functools.partial(
+        lane_kernel,
+        functools.partial(chunk_kernel, ptx, cut),
+        warpgroups=WARPS // 4,
+        shared=[shared_bytes(cut)],
+    )
+    return attend("attn_decode", launch, cut, q, k, v, layer, positions, end, gate, gate_columns)
+
+
+def attend(
+    name: str,
+    launch: Callable[..., Callable],
+    cut: Cut,
+    q: Float[Array, "rows heads width"],
+    k: CachedRows,
+    v: CachedRows,
+    layer: Int[Array, ""],
+    positions: Int[Array, " rows"],
+    end: Int[Array, ""],
+    gate: Float[Array, "rows ..."],
+    gate_columns: tuple[int, int, int] | None,
+) -> Float[Array, "rows heads width"]:
+    """Returns what `attn_decode` does: a kernel attends to every chunk, another one merges them.
+
+    Args:
+      name: what the kernels' names begin with.
+      launch: `lane_kernel` of the first kernel, but for its results, name and grid: a block of
+        threads for each chunk and KV head.
+      cut: sizes.
+      q: queries; this and the others as for `attn_decode`.
+      k: cached keys.
+      v: cached values.
+      layer: which.
+      positions: of each row.
+      end: where the history ends.
+      gate: output gates.
+      gate_columns: where they are.
+    """
     counts = (positions + 1).astype(jnp.int32)
     scalars = jnp.reshape(layer, 1), jnp.reshape(end, 1)
-    shape = (cut.chunks, heads, ROWS)
-    sums, stats = _call(
-        functools.partial(chunk_kernel, ptx, cut),
+    shape = (cut.chunks, cut.heads, ROWS)
+    sums, stats = launch(
         [jax.ShapeDtypeStruct((*shape, w), jnp.float32) for w in (WIDTH, 2)],
-        name="attn_decode_kernel",
-        grid=cut.chunks * kv_heads,
-        warpgroups=WARPS // 4,
-        shared=shared_bytes(cut),
+        name=f"{name}_kernel",
+        grid=cut.chunks * cut.kv_heads,
+        follows=True,
     )(q, *jax.tree.leaves((k, v)), counts, *scalars)
-    return _call(
-        functools.partial(merge_kernel, ptx, cut, gate_columns or (heads * WIDTH, 0, WIDTH)),
-        [jax.ShapeDtypeStruct(q.shape, jnp.float32)],
-        name="attn_decode_merge_kernel",
-        grid=heads * ROWS,
+    return lane_kernel(
+        functools.partial(merge_kernel, ptx, cut, gate_columns or (cut.heads * WIDTH, 0, WIDTH)),
+        jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        name=f"{name}_merge_kernel",
+        grid=cut.heads * ROWS,
         warpgroups=1,
-        shared=16,
-    )(sums, stats, gate, counts)[0]
-
-
-def _call(kernel, out_type, *, name: str, grid: int, warpgroups: int, shared: int):
-    def body(*refs):
-        ptx.follow_previous_kernel()
-        inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-        inline(lambda _, *refs: kernel(*refs))(*refs)
-
-    return plgpu.kernel(
-        body,
-        out_type=out_type,
-        scratch_types=[plgpu.SMEM((shared // 4,), jnp.uint32)],
-        grid=(grid,),
-        grid_names=("block",),
-        num_threads=warpgroups,
-        thread_name="warpgroup",
-        kernel_name=name,
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )
+        shared=[16],
+        follows=True,
+    )(sums, stats, gate, counts)
 
 
 def chunk_of(isa, index):

@@ -12,12 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import ptx
 from pallas_kernels.attention_tiles import ROWS, WIDTH
 from pallas_kernels.cached_rows import CachedRows, Q8Rows
+from pallas_kernels.lane_kernel import lane_kernel
 
 _WARPS = 4
 _LARGEST = 127.0
@@ -127,23 +127,16 @@ def attn_inputs(
         quantized=isinstance(k, Q8Rows),
     )
 
-    def body(*refs):
-        ptx.follow_previous_kernel()
-        inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-        inline(lambda _, *refs: run_warp(ptx, plan, *refs))(*refs)
-
     planes, tree = jax.tree.flatten(cache)
     stacks = [jax.new_ref(plane) for plane in planes]
     counts = (positions + 1).astype(jnp.int32)
-    q = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((ROWS, heads, WIDTH), jnp.float32),
-        grid=(ROWS * plan.blocks,),
-        grid_names=("block",),
-        num_threads=_WARPS // 4,
-        thread_name="warpgroup",
-        kernel_name="attn_inputs_kernel",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    q = lane_kernel(
+        functools.partial(run_warp, ptx, plan),
+        jax.ShapeDtypeStruct((ROWS, heads, WIDTH), jnp.float32),
+        name="attn_inputs_kernel",
+        grid=ROWS * plan.blocks,
+        warpgroups=_WARPS // 4,
+        follows=True,
     )(*projected, *norms, *rotation, counts, jnp.reshape(layer, 1), *stacks)
     return q, jax.tree.unflatten(tree, [jax.freeze(stack) for stack in stacks])
 

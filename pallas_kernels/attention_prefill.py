@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import ptx
@@ -33,6 +32,7 @@ from pallas_kernels.attention_panels import (
     piece_place,
 )
 from pallas_kernels.cached_rows import CachedRows, Q8Rows
+from pallas_kernels.lane_kernel import lane_kernel
 
 ROWS = 64
 """Rows of a block of threads."""
@@ -146,20 +146,13 @@ def attn_prefill(
         panels=Q8Panels if isinstance(k, Q8Rows) else BfloatPanels,
     )
 
-    def body(*refs):
-        inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-        inline(lambda _, *refs: _kernel(plan, refs))(*refs)
-
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct(q.shape, jnp.float32),
-        scratch_types=[plgpu.SMEM((size // 4,), jnp.uint32) for size in plan.shared_bytes],
-        grid=(plan.row_tiles * plan.pairs,),
-        grid_names=("block",),
-        num_threads=HEADS + 1,
-        thread_name="warpgroup",
-        kernel_name="attn_prefill_kernel",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    return lane_kernel(
+        lambda *refs: _kernel(plan, refs),
+        jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        name="attn_prefill_kernel",
+        grid=plan.row_tiles * plan.pairs,
+        warpgroups=HEADS + 1,
+        shared=plan.shared_bytes,
     )(q, *jax.tree.leaves((k, v)), jnp.stack([layer, start, end]), gate)
 
 

@@ -14,12 +14,10 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import ptx
-from pallas_kernels.attention_decode import Cut, chunk_of, merge_kernel
+from pallas_kernels.attention_decode import Cut, attend, chunk_of
 from pallas_kernels.attention_decode import fits as fits_decode
 from pallas_kernels.attention_panels import (
     WIDTH,
@@ -32,6 +30,7 @@ from pallas_kernels.attention_prefill import ROWS as MATRIX_ROWS
 from pallas_kernels.attention_prefill import Consumer, advance, arrive
 from pallas_kernels.attention_tiles import ROWS
 from pallas_kernels.cached_rows import CachedRows, Q8Rows
+from pallas_kernels.lane_kernel import lane_kernel
 
 POSITIONS = 64
 """Positions of a tile: they divide every chunk."""
@@ -103,49 +102,15 @@ def attn_wide(
     Raises:
       ValueError: sizes that have no kernel, or another number of rows.
     """
-    (rows, heads, width), (_, capacity, kv_heads, _) = q.shape, k.shape
-    if rows != ROWS or width != WIDTH:
-        raise ValueError(f"{q.shape=} must be {ROWS} rows of width {WIDTH}")
     panels = Q8Panels if isinstance(k, Q8Rows) else BfloatPanels
-    cut = Wide(heads=heads, kv_heads=kv_heads, capacity=capacity, first=first, panels=panels)
-    counts = (positions + 1).astype(jnp.int32)
-    scalars = jnp.reshape(layer, 1), jnp.reshape(end, 1)
-    shape = (cut.chunks, heads, ROWS)
-    sums, stats = _call(
+    cut = Wide.of(q, k, first, panels=panels)
+    launch = functools.partial(
+        lane_kernel,
         functools.partial(_kernel, cut),
-        [jax.ShapeDtypeStruct((*shape, w), jnp.float32) for w in (WIDTH, 2)],
-        name="attn_wide_kernel",
-        grid=cut.chunks * kv_heads,
         warpgroups=THREADS // 128,
         shared=cut.shared_bytes,
-    )(q, *jax.tree.leaves((k, v)), counts, *scalars)
-    return _call(
-        functools.partial(merge_kernel, ptx, cut, gate_columns or (heads * WIDTH, 0, WIDTH)),
-        [jax.ShapeDtypeStruct(q.shape, jnp.float32)],
-        name="attn_wide_merge_kernel",
-        grid=heads * ROWS,
-        warpgroups=1,
-        shared=[16],
-    )(sums, stats, gate, counts)[0]
-
-
-def _call(kernel, out_type, *, name: str, grid: int, warpgroups: int, shared: list[int]):
-    def body(*refs):
-        ptx.follow_previous_kernel()
-        inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-        inline(lambda _, *refs: kernel(*refs))(*refs)
-
-    return plgpu.kernel(
-        body,
-        out_type=out_type,
-        scratch_types=[plgpu.SMEM((size // 4,), jnp.uint32) for size in shared],
-        grid=(grid,),
-        grid_names=("block",),
-        num_threads=warpgroups,
-        thread_name="warpgroup",
-        kernel_name=name,
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
+    return attend("attn_wide", launch, cut, q, k, v, layer, positions, end, gate, gate_columns)
 
 
 class Chunk:

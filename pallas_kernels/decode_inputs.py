@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx
 from pallas_kernels.decode_activations import Activations, operand_words, prepare
 from pallas_kernels.decode_blocks import WEIGHTS, Block
+from pallas_kernels.lane_kernel import lane_kernel
 
 _MOST_WARPS = 32
 _VALUE_WORDS = 128
@@ -104,25 +104,19 @@ def decode_inputs(
     if norm is not None:
         outputs["normed"] = jax.ShapeDtypeStruct((rows, k), jnp.float32)
 
-    def body(*refs):
-        def emit(_, *values):
-            *arrays, shared = values
-            places = dict(zip((*names, *outputs), map(ptx.global_address, arrays), strict=True))
-            run_row(ptx, plan, places, ptx.shared_address(shared), ptx.block_index())
+    def run(*refs):
+        *arrays, shared = refs
+        places = dict(zip((*names, *outputs), map(ptx.global_address, arrays), strict=True))
+        run_row(ptx, plan, places, ptx.shared_address(shared), ptx.block_index())
 
-        ptx.follow_previous_kernel()
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
-
-    results = plgpu.kernel(
-        body,
-        out_type=list(outputs.values()),
-        scratch_types=[plgpu.SMEM((2 * _MOST_WARPS,), jnp.float32)],
-        grid=(rows,),
-        grid_names=("row",),
-        num_threads=plan.warps // 4,
-        thread_name="warpgroup",
-        kernel_name="decode_inputs_kernel",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    results = lane_kernel(
+        run,
+        list(outputs.values()),
+        name="decode_inputs_kernel",
+        grid=rows,
+        warpgroups=plan.warps // 4,
+        shared=[8 * _MOST_WARPS],
+        follows=True,
     )(*(operand for operand in operands.values() if operand is not None))
     found = dict(zip(outputs, results, strict=True))
     stream = found.get("stream", x)

@@ -19,11 +19,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import ptx
 from pallas_kernels.deltanet_layer import Inputs, Memory, Parameters, Sizes
+from pallas_kernels.lane_kernel import lane_kernel
 
 ROWS = 8
 """Rows of a cycle, as many as may be pending."""
@@ -113,27 +113,21 @@ def gdn_decode(
     groups = sizes.value_heads // sizes.key_heads
     shared = Shared(groups, tiles)
 
-    def body(*refs):
-        inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-        ptx.follow_previous_kernel()
-        operands = functools.partial(layer_kernel, ptx, sizes, tiles, columns)
-        inline(lambda _, *refs: operands(Operands(*refs)))(*refs)
+    def run(*refs):
+        layer_kernel(ptx, sizes, tiles, columns, Operands(*refs))
 
     counts = [jnp.reshape(n, 1) for n in (layer, start, num_pending, num_live)]
     remembered, tree = jax.tree.flatten(memory)
     stacks = [jax.new_ref(stack) for stack in remembered]
-    out = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((ROWS, sizes.value_heads * WIDTH), jnp.float32),
-        scratch_types=[plgpu.SMEM((shared.bytes // 4,), jnp.uint32)],
-        grid=(sizes.key_heads,),
-        grid_names=("head",),
-        cluster=(tiles.splits,),
-        cluster_names=("part",),
-        num_threads=groups,
-        thread_name="warpgroup",
-        kernel_name="gdn_decode_kernel",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    out = lane_kernel(
+        run,
+        jax.ShapeDtypeStruct((ROWS, sizes.value_heads * WIDTH), jnp.float32),
+        name="gdn_decode_kernel",
+        grid=sizes.key_heads,
+        warpgroups=groups,
+        shared=[shared.bytes],
+        cluster=tiles.splits,
+        follows=True,
     )(*jax.tree.leaves((x, parameters)), *counts, *stacks)
     return out, jax.tree.unflatten(tree, [jax.freeze(stack) for stack in stacks])
 

@@ -21,7 +21,6 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import ptx
@@ -49,6 +48,7 @@ from pallas_kernels.deltanet_chunks import (
 from pallas_kernels.deltanet_decode import Columns
 from pallas_kernels.deltanet_layer import Inputs, Memory, Parameters, Sizes
 from pallas_kernels.deltanet_rows import NORM_HEADS, norm_kernel, rows_kernel
+from pallas_kernels.lane_kernel import lane_kernel
 from pallas_kernels.split_tiles import RightOfColumns, RightOfRows, fragment, multiply
 
 _STAGES = 2
@@ -160,21 +160,14 @@ def gdn_prefill(
 
 
 def _call(kernel, out_type, *, name: str, grid: int, shared: int):
-    def body(*refs):
-        ptx.follow_previous_kernel()
-        inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-        inline(lambda _, *refs: kernel(*refs))(*refs)
-
-    return plgpu.kernel(
-        body,
-        out_type=out_type,
-        scratch_types=[plgpu.SMEM((shared // 4,), jnp.uint32)],
-        grid=(grid,),
-        grid_names=("block",),
-        num_threads=THREADS // 128,
-        thread_name="warpgroup",
-        kernel_name=name,
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    return lane_kernel(
+        kernel,
+        out_type,
+        name=name,
+        grid=grid,
+        warpgroups=THREADS // 128,
+        shared=[shared],
+        follows=True,
     )
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import ptx
 from pallas_kernels.decode_blocks import WEIGHTS
 from pallas_kernels.decode_inputs import over_row, power_of_two
+from pallas_kernels.lane_kernel import lane_kernel
 from pallas_kernels.prefill_product import SLICE, PrefillActivations, prefill_tile
 
 _WARPS = 8
@@ -109,24 +109,18 @@ def prefill_inputs(
     if wants_normed and norm is not None:
         outputs["normed"] = jax.ShapeDtypeStruct((rows, k), jnp.float32)
 
-    def body(*refs):
-        def emit(_, *values):
-            *arrays, shared = values
-            places = dict(zip((*given, *outputs), map(ptx.global_address, arrays), strict=True))
-            run_row(ptx, plan, places, ptx.shared_address(shared))
+    def run(*refs):
+        *arrays, shared = refs
+        places = dict(zip((*given, *outputs), map(ptx.global_address, arrays), strict=True))
+        run_row(ptx, plan, places, ptx.shared_address(shared))
 
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
-
-    results = plgpu.kernel(
-        body,
-        out_type=list(outputs.values()),
-        scratch_types=[plgpu.SMEM((64,), jnp.float32)],
-        grid=(plan.padded,),
-        grid_names=("row",),
-        num_threads=_WARPS // 4,
-        thread_name="warpgroup",
-        kernel_name="prefill_inputs_kernel",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    results = lane_kernel(
+        run,
+        list(outputs.values()),
+        name="prefill_inputs_kernel",
+        grid=plan.padded,
+        warpgroups=_WARPS // 4,
+        shared=[256],
     )(*given.values())
     found = dict(zip(outputs, results, strict=True))
     stream = found.get("stream", x)

@@ -12,11 +12,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx
 from pallas_kernels.decode_blocks import ROWS, WEIGHTS, Block
 from pallas_kernels.decode_cuts import Epilogue
+from pallas_kernels.lane_kernel import lane_kernel
 from pallas_kernels.prefill_blocks import DENSE_BLOCKS, WEIGHT_SCALE
 
 UNITS = 8
@@ -121,20 +121,13 @@ def prefill_product(
     """
     plan = Plan.of(x, weights, block, epilogue, tiles or PrefillTiles(), first)
 
-    def body(*refs):
-        inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-        inline(functools.partial(_kernel, plan))(*refs)
-
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((plan.rows, plan.outputs), jnp.float32),
-        scratch_types=[plgpu.SMEM((size,), jnp.uint32) for size in plan.shared_words],
-        grid=(plan.row_tiles * -(-plan.units // UNITS),),
-        grid_names=("block",),
-        num_threads=3,
-        thread_name="warpgroup",
-        kernel_name=f"prefill_product_{block.format.name}_kernel",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    return lane_kernel(
+        functools.partial(_kernel, plan),
+        jax.ShapeDtypeStruct((plan.rows, plan.outputs), jnp.float32),
+        name=f"prefill_product_{block.format.name}_kernel",
+        grid=plan.row_tiles * -(-plan.units // UNITS),
+        warpgroups=3,
+        shared=[4 * size for size in plan.shared_words],
     )(weights, layer, x.tiles, x.scales)
 
 
@@ -240,7 +233,7 @@ class _Places:
         )
 
 
-def _kernel(plan: Plan, _, *refs) -> None:
+def _kernel(plan: Plan, *refs) -> None:
     at = _Places(plan, refs)
     with ptx.when(at.thread.equals(0)):
         for stage in range(plan.tiles.slices):

@@ -1,0 +1,56 @@
+"""Launching a kernel that is written lane by lane against `ptx`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import ptx
+
+
+def lane_kernel(
+    run: Callable[..., None],
+    out_type: Any,
+    *,
+    name: str,
+    grid: int,
+    warpgroups: int,
+    shared: Sequence[int] = (),
+    cluster: int = 1,
+    follows: bool = False,
+) -> Callable[..., Any]:
+    """Returns a function from a kernel's operands to its results.
+
+    Args:
+      run: emits the work of one thread; takes references of the operands, of those that are
+        written in place, of the results and of shared memory, in this order.
+      out_type: shapes and dtypes of the results.
+      name: of the kernel.
+      grid: blocks of threads, or clusters of them.
+      warpgroups: of a block.
+      shared: bytes of each piece of shared memory.
+      cluster: blocks of a cluster.
+      follows: whether it is launched before the kernel before has ended, and waits for it; see
+        `ptx.follow_previous_kernel`.
+    """
+
+    def body(*refs):
+        if follows:
+            ptx.follow_previous_kernel()
+        inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+        inline(lambda _, *refs: run(*refs))(*refs)
+
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=[plgpu.SMEM((size // 4,), jnp.uint32) for size in shared],
+        grid=(grid,),
+        grid_names=("block",),
+        cluster=(cluster,) if cluster > 1 else (),
+        cluster_names=("part",) if cluster > 1 else (),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )
