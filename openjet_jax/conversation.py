@@ -47,6 +47,8 @@ class Conversation:
       state: the device side; programs consume and replace it.
       stats: of the current request.
       closed: whether its memory was freed.
+      longest_dispatch: most cycles of a dispatch, however many were asked for: by default those
+        compiled; fewer where something has to be done between two of them.
     """
 
     def __init__(self, weights: Weights, programs: Programs):
@@ -61,6 +63,7 @@ class Conversation:
         self.stats, self.closed = Stats(), False
         self._begun_at: int | None = None
         self._pace = 1  # cycles that take about as long as a dispatch should
+        self.longest_dispatch = programs.decode.cycles_per_dispatch
         self.prepare(programs.start)
         self.state: DecodeState = programs.start()()
 
@@ -251,7 +254,7 @@ class Conversation:
         Raises:
           ValueError: nothing was read yet, or a limit is exceeded.
         """
-        most = cycles_of(self.decode, cycles_per_dispatch)
+        most = min(cycles_of(self.decode, cycles_per_dispatch), self.longest_dispatch)
         check_stop_ids(stop_ids, self.programs.config.vocab)
         if not self.ids:
             raise ValueError("nothing was read yet: a conversation starts with a prompt")

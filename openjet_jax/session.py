@@ -80,6 +80,7 @@ class Session:
         self._ids: list[int] = []
         self._answer_start = 0
         self._open: Generator | None = None
+        self._read_ahead = False  # whether the stats are of a reading that no answer followed yet
 
     @classmethod
     def restore(cls, model: Model, path: str | os.PathLike[str], **settings: Any) -> Self:
@@ -271,15 +272,24 @@ class Session:
 
     def _reading(self) -> Generator[int]:
         conversation = self._memory.conversation
-        conversation.stats = Stats()
+        self._start_stats()
+        self._read_ahead = True
         for _ in self._memory.reading(self._ids):
             yield len(self._ids) - len(conversation.ids)
+
+    def _start_stats(self) -> Stats:
+        """Returns the stats of the answer to come: what was read ahead for it counts."""
+        conversation = self._memory.conversation
+        if not self._read_ahead:
+            conversation.stats = Stats()
+        return conversation.stats
 
     def _answering(
         self, settings: AnswerSettings, continued: bool, every_dispatch: bool
     ) -> Generator[Piece]:
         conversation = self._memory.conversation
-        conversation.stats = stats = Stats()
+        stats = self._start_stats()
+        self._read_ahead = False
         kind, depth = settings.kind, settings.depth.max_depth
         conversation.prepare(partial(conversation.programs.cycles, kind, depth))
         for _ in self._memory.reading(self._ids):

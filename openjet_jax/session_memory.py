@@ -111,6 +111,9 @@ class SessionMemory:
         self._every, self._prefixes, self._root = every, prefixes, root
         self._marks = marks
         self._taken = 0
+        # No dispatch may run past where two checkpoints are due.
+        most = max(1, every // (MAX_DEPTH + 1))
+        conversation.longest_dispatch = min(conversation.longest_dispatch, most)
 
     def check_room(self, count: int) -> None:
         """Raises ValueError unless a history of `count` tokens fits the context."""
@@ -150,7 +153,9 @@ class SessionMemory:
         shared = source.kept if source.kind == "prefix" else 0
         self._start_from(source, ids)
         self.reuse = Reuse(reused=source.kept, read=len(ids) - source.kept, shared=shared)
-        conversation.stats.reused_tokens = source.kept
+        # What was read ahead for the same answer was not reused.
+        stats = conversation.stats
+        stats.reused_tokens = max(0, source.kept - stats.prompt_tokens)
         new, parting = ids[len(conversation.ids) :], self._parting(source, ids)
         if new and source.kind == "live":
             self._take("turn")
@@ -166,7 +171,7 @@ class SessionMemory:
 
     def after_burst(self) -> None:
         """Takes a checkpoint if the next dispatch might run past where one is due."""
-        most = self.conversation.decode.cycles_per_dispatch * (MAX_DEPTH + 1)
+        most = self.conversation.longest_dispatch * (MAX_DEPTH + 1)
         if self.conversation.length + most > self._taken + self._every:
             self._take("interval")
 

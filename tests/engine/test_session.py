@@ -42,6 +42,22 @@ def test_a_second_turn_reads_only_its_new_tokens():
     assert list(ours.ids) == [*history, *out.token_ids.tolist()]
 
 
+def test_what_was_read_ahead_counts_to_the_answer_that_follows():
+    ours, theirs = session(), session()
+    for each in (ours, theirs):
+        each.append(text(60))
+        answer(each)
+        each.append(text(5, seed=1))
+    for _ in ours.reading():
+        pass
+    ahead, at_once = (each.generate(max_new_tokens=4, ignore_eos=True) for each in (ours, theirs))
+    for out in (ahead, at_once):
+        assert (out.stats.prompt_tokens, out.stats.reused_tokens) == (5, 76)
+        assert 0 < out.stats.prefill_s < out.stats.first_token_s
+    again = ours.generate(max_new_tokens=4, ignore_eos=True)
+    assert (again.stats.prompt_tokens, again.stats.prefill_s) == (0, 0.0)
+
+
 def test_checkpoints_lie_at_prompt_ends_turn_ends_and_intervals():
     ours = session()
     ours.append(text(70))
