@@ -126,13 +126,19 @@ def _row(figure: dict[str, Any]) -> dict[str, str]:
     cells = (
         figure["name"],
         f"{_number(figure['value'])} {figure['unit']}",
-        "" if must is None else least + _number(must),
+        "" if must is None else least + _number(must) + " ✗" * _missed(figure),
         "" if aim is None else least + _number(aim),
         "" if share is None else f"{share:.0%}",
         _number(figure["peer"]),
         f"`{figure['script']}`",
     )
     return dict(zip(COLUMNS, cells, strict=True))
+
+
+def _missed(figure: dict[str, Any]) -> bool:
+    """Returns whether a figure misses the bound that it must keep."""
+    value, must = figure["value"], figure["must"]
+    return value < must if figure["better"] == "higher" else value > must
 
 
 def with_table(text: str, figures: str, markers: tuple[str, str] = (BEGIN, END)) -> str:

@@ -4,6 +4,7 @@ import json
 import math
 import pathlib
 import subprocess
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,18 @@ def test_the_table_shows_bounded_figures_by_device_and_leaves_empty_columns_out(
     assert heading == "**cpu**"
     assert columns == "| figure | value | must | share of limit | peer | measured by |"
     assert rows == ["| decode | 12.5 tok/s | ≥ 10 | 50% | 11 | `bench/decode.py` |"]
+
+
+def test_a_missed_bound_is_marked(tmp_path: pathlib.Path):
+    cases: Any = (
+        ("slow", 9.0, "higher"),
+        ("fast", 10.0, "higher"),
+        ("late", 11.0, "lower"),
+    )
+    for name, value, better in cases:
+        record("b.py", [Figure(name=name, value=value, unit="s", better=better, must=10)], tmp_path)
+    marked = [line.split("|")[1].strip() for line in table(tmp_path).splitlines() if "✗" in line]
+    assert marked == ["slow", "late"]
 
 
 def test_a_document_keeps_everything_outside_its_markers():
