@@ -38,6 +38,12 @@ from pallas_kernels.lane_kernel import lane_kernel
 AT_ONCE = 8
 """Chunks whose sums a merging thread has under way."""
 
+MERGERS = 4
+"""Warpgroups that merge a head's row: each takes every `MERGERS`-th run of `AT_ONCE` chunks."""
+
+_MERGED_BYTES = 16
+"""What a thread hands over: a largest score, a total, and two sums."""
+
 _LOWEST = -1e30
 _SCALE = math.log2(math.e) / math.sqrt(WIDTH)
 
@@ -114,6 +120,11 @@ class Cut:
             )
         )
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of threads: one for each chunk and KV head."""
+        return self.chunks * self.kv_heads
+
 
 def shared_bytes(cut: Cut) -> int:
     """Returns the shared memory of a block of threads: queries, and stages of keys and values."""
@@ -184,8 +195,7 @@ def attend(
 
     Args:
       name: what the kernels' names begin with.
-      launch: `lane_kernel` of the first kernel, but for its results, name and grid: a block of
-        threads for each chunk and KV head.
+      launch: `lane_kernel` of the first kernel, but for its results, name and grid.
       cut: sizes.
       q: queries; this and the others as for `attn_decode`.
       k: cached keys.
@@ -202,7 +212,7 @@ def attend(
     sums, stats = launch(
         [jax.ShapeDtypeStruct((*shape, w), jnp.float32) for w in (WIDTH, 2)],
         name=f"{name}_kernel",
-        grid=cut.chunks * cut.kv_heads,
+        grid=cut.blocks,
         follows=True,
     )(q, *jax.tree.leaves((k, v)), counts, *scalars)
     return lane_kernel(
@@ -210,8 +220,8 @@ def attend(
         jax.ShapeDtypeStruct(q.shape, jnp.float32),
         name=f"{name}_merge_kernel",
         grid=cut.heads * ROWS,
-        warpgroups=1,
-        shared=[16],
+        warpgroups=MERGERS,
+        shared=[merge_shared_bytes()],
         follows=True,
     )(sums, stats, gate, counts)
 
@@ -409,7 +419,7 @@ def _store_chunk(at: _Chunk, sums, tops, totals) -> None:
                 isa.store_global(stats, [totals[half]], 4)
 
 
-def _num_chunks(isa, cut: Cut, count):
+def num_chunks(isa, cut: Cut, count):
     """Returns how many chunks hold the first `count` positions."""
     total = isa.Word(0)
     ends = [*(start for start, _ in SIZES[1:]), cut.capacity]
@@ -418,6 +428,11 @@ def _num_chunks(isa, cut: Cut, count):
         length = isa.select(isa.Word(start) < stop, stop - start, 0)
         total = total + (length + (size - 1)) // size
     return total
+
+
+def merge_shared_bytes() -> int:
+    """Returns the shared memory of a block of threads of `merge_kernel`."""
+    return (MERGERS - 1) * 128 * _MERGED_BYTES
 
 
 def merge_kernel(isa, cut: Cut, gates_at, sums, stats, gate, counts, out, shared) -> None:
@@ -432,44 +447,69 @@ def merge_kernel(isa, cut: Cut, gates_at, sums, stats, gate, counts, out, shared
       gate: of `attn_decode`.
       counts: positions that each row sees.
       out: the result.
-      shared: unused shared memory.
+      shared: shared memory.
     """
-    del shared
     sums, stats, gate, counts, out = map(isa.global_address, (sums, stats, gate, counts, out))
+    shared, thread = isa.shared_address(shared), isa.thread_index()
     head, row = isa.block_index() // ROWS, isa.block_index() % ROWS
+    pair, merger = thread & 127, isa.uniform(thread >> 7)
     (count,) = isa.load_global(isa.offset_address(counts, row, 4))
-    num_chunks, pair = _num_chunks(isa, cut, count), isa.thread_index()
-    zero = isa.Float(0.0)
-    place = (row * cut.heads + head) * (WIDTH // 2) + pair
+    chunks = num_chunks(isa, cut, count)
     length, begin, distance = gates_at
     gate_at = isa.offset_address(gate, row * length + head * distance + begin + pair * 2, 4)
     gates = isa.load_global_floats(gate_at, 0, 2)
 
-    def add(first, carry):
-        top, total, acc = carry
-        loaded = []
+    def add(run, carry):
+        parts = []
         for i in range(AT_ONCE):
-            index = first + i
-            inside = index < num_chunks
+            index = (run + merger) * AT_ONCE + i
+            inside = index < chunks
             chunk = (isa.select(inside, index, 0) * cut.heads + head) * ROWS + row
             largest, part = isa.load_global_floats(isa.offset_address(stats, chunk, 8), 0, 2)
             at = isa.offset_address(isa.offset_address(sums, chunk, 4 * WIDTH), pair, 8)
-            loaded.append((inside, largest, part, isa.load_global_floats(at, 0, 2)))
-        tops = [isa.select_float(inside, m, isa.Float(_LOWEST)) for inside, m, *_ in loaded]
-        new_top = functools.reduce(isa.maximum, tops, top)
-        shrink = _shrunk(isa, top, new_top)
-        total, *acc = (isa.product_of(x, shrink) for x in (total, *acc))
-        for inside, largest, part, values in loaded:
-            weight = isa.select_float(inside, _shrunk(isa, largest, new_top), zero)
-            total = isa.fma(weight, part, total)
-            acc = [isa.fma(weight, value, x) for value, x in zip(values, acc, strict=True)]
-        return new_top, total, acc
+            parts.append((inside, largest, part, isa.load_global_floats(at, 0, 2)))
+        return _with_parts(isa, carry, parts)
 
-    carry = (isa.Float(_LOWEST), zero, [zero, zero])
-    _, total, acc = isa.loop(0, num_chunks, AT_ONCE, carry, add)
-    live = isa.Word(0) < count
-    divisor = isa.reciprocal(isa.select_float(live, total, isa.Float(1.0)))
-    for i in range(2):
-        value = isa.product_of(isa.product_of(acc[i], divisor), isa.sigmoid(gates[i]))
-        value = isa.select_float(live, value, zero)
-        isa.store_global(isa.offset_address(out, place, 8), [value], 4 * i)
+    zero = isa.Float(0.0)
+    carry = isa.Float(_LOWEST), zero, [zero, zero]
+    carry = isa.loop(0, (chunks + (AT_ONCE - 1)) // AT_ONCE, MERGERS, carry, add)
+
+    def place(other):
+        return shared + (other * 128 + pair) * _MERGED_BYTES
+
+    with isa.when(merger.differs(0)):
+        top, total, acc = carry
+        isa.store_shared(place(merger - 1), [top, total, *acc])
+    isa.sync_threads(0, MERGERS * 128)
+    with isa.when(merger.equals(0)):
+        parts = []
+        for other in range(MERGERS - 1):
+            top, total, *acc = isa.load_shared_floats(place(isa.Word(other)), 0, 4)
+            parts.append((isa.Word((other + 1) * AT_ONCE) < chunks, top, total, acc))
+        _, total, acc = _with_parts(isa, carry, parts)
+        live = isa.Word(0) < count
+        divisor = isa.reciprocal(isa.select_float(live, total, isa.Float(1.0)))
+        at = isa.offset_address(out, (row * cut.heads + head) * (WIDTH // 2) + pair, 8)
+        for i in range(2):
+            value = isa.product_of(isa.product_of(acc[i], divisor), isa.sigmoid(gates[i]))
+            isa.store_global(at, [isa.select_float(live, value, zero)], 4 * i)
+
+
+def _with_parts(isa, carry, parts):
+    """Returns largest score, total and sums with some parts added in order.
+
+    Args:
+      isa: instructions.
+      carry: what there is.
+      parts: whether each counts, and its largest score, total and sums.
+    """
+    top, total, acc = carry
+    tops = [isa.select_float(inside, m, isa.Float(_LOWEST)) for inside, m, *_ in parts]
+    new_top = functools.reduce(isa.maximum, tops, top)
+    shrink = _shrunk(isa, top, new_top)
+    total, *acc = (isa.product_of(x, shrink) for x in (total, *acc))
+    for inside, largest, part, values in parts:
+        weight = isa.select_float(inside, _shrunk(isa, largest, new_top), isa.Float(0.0))
+        total = isa.fma(weight, part, total)
+        acc = [isa.fma(weight, value, x) for value, x in zip(values, acc, strict=True)]
+    return new_top, total, acc

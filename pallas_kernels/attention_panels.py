@@ -170,29 +170,46 @@ class Q8Panels(Panels):
         ]
 
     def fetch(self, first, place) -> None:
-        """Copies two rows by every warp at a time; see `Panels`."""
+        """Copies two rows by every warp at a time; see `Panels`.
+
+        A row's scales are 16 bytes: one thread copies them for the others of its warp, to where its
+        own second eight values will stand.
+        """
         isa, (row, sixteen), step = self.isa, self._row_and_sixteen(), 2 * self.warps
-        first = first + row
+        first, row_bytes = first + row, self.plan.kv_heads * WIDTH
         codes = isa.offset_address(self.row_of(0, first, WIDTH), sixteen, 16)
-        scales = isa.offset_address(self.row_of(1, first, 2 * WIDTH // GROUP), sixteen >> 2, 4)
+        scales = self.row_of(1, first, 2 * WIDTH // GROUP)
         for i, (own, other) in enumerate(self._places(place)):
-            position, rows = first + i * step, isa.Word(i * step)
-            source = isa.offset_address(codes, rows, self.plan.kv_heads * WIDTH)
-            isa.copy_async(own, source, self.chosen(position, 16, 0))
-            source = isa.offset_address(scales, rows, self.plan.kv_heads * 2 * WIDTH // GROUP)
-            isa.copy_async_word(other, source, self.chosen(position, 4, 0))
+            rows, num_bytes = isa.Word(i * step), self.chosen(first + i * step, 16, 0)
+            isa.copy_async(own, isa.offset_address(codes, rows, row_bytes), num_bytes)
+            with isa.when(sixteen.equals(0)):
+                source = isa.offset_address(scales, rows, 2 * row_bytes // GROUP)
+                isa.copy_async(other, source, num_bytes)
 
     def convert(self, place) -> None:
         """Replaces codes and scales by their products."""
-        isa, (_, sixteen), pieces = self.isa, self._row_and_sixteen(), self._places(place)
+        isa, (row, sixteen), pieces = self.isa, self._row_and_sixteen(), self._places(place)
         scale_bytes = isa.select((sixteen & 2).equals(0), 0x1010, 0x3232)
+        # Where the row's first thread has put the scales: its second piece.
+        step = 2 * self.warps
+        second = isa.Word(1)
+        turns = [piece_place(row + i * step, second, self.positions) for i in range(8 // step)]
+        words = [place + turn + (sixteen >> 2) * 4 for turn in turns]
+        isa.sync_warp()
         for i in range(0, len(pieces), self.at_once):
-            self._multiply(pieces[i : i + self.at_once], scale_bytes)
+            some = range(i, min(i + self.at_once, len(pieces)))
+            scales = [words[n % len(words)] + n // len(words) * (8 * PANEL_BYTES) for n in some]
+            self._multiply([pieces[n] for n in some], scales, scale_bytes)
 
-    def _multiply(self, pieces: list, scale_bytes) -> None:
-        """Makes values of some sixteens."""
+    def _multiply(self, pieces: list, scales: list, scale_bytes) -> None:
+        """Makes values of some sixteens, of scales at some addresses."""
         isa = self.isa
-        loaded = [(isa.load_shared(own, 0, 4), isa.load_shared(other)[0]) for own, other in pieces]
+        loaded = [
+            (isa.load_shared(own, 0, 4), isa.load_shared(scale)[0])
+            for (own, _), scale in zip(pieces, scales, strict=True)
+        ]
+        # Scales stand where a neighbour's values will.
+        isa.sync_warp()
         for places, (codes, scale) in zip(pieces, loaded, strict=True):
             scale = isa.permute_bytes(scale, 0, scale_bytes)
             if self.are_keys:

@@ -278,7 +278,7 @@ def consume(at: Places) -> None:
     def attend():
         queries = at.queries + at.group * _QUERY_BYTES
         _load_queries(at, queries)
-        sums, _, totals = Consumer(at, queries).attend()
+        sums, _, totals, _ = Consumer(at, queries).attend((isa.Word(0), isa.Word(0)))
         _store(at, sums, totals)
 
     isa.branch(
@@ -358,16 +358,18 @@ class Consumer:
         """Takes what the class names."""
         self.at, self.isa, self.queries = at, at.isa, queries
 
-    def attend(self) -> tuple[list, list, list]:
+    def attend(self, ring: tuple) -> tuple[list, list, list, tuple]:
         """Emits all tiles in order, at least one.
 
+        Args:
+          ring: where the first tile will come, and the parity of its phase.
+
         Returns:
-          This thread's sums as of `ptx.wgmma`, [64, WIDTH], and of its two rows the largest scores
-          and the totals that the sums are to be divided by.
+          This thread's sums as of `ptx.wgmma`, [64, WIDTH], of its two rows the largest scores and
+          the totals that the sums are to be divided by, and where the tile after the last comes.
         """
         at, isa = self.at, self.isa
         zero, low = isa.Float(0.0), isa.Float(_LOWEST)
-        ring = isa.Word(0), isa.Word(0)
         scores = self._scores(ring)
         isa.wgmma_wait(0)
         scores = isa.pin(scores)
@@ -380,14 +382,15 @@ class Consumer:
         plain = isa.select(plain < at.end_tile, plain, at.end_tile)
         carry = isa.loop(following, plain, 1, carry, functools.partial(self._step, masked=False))
         carry = isa.loop(plain, at.end_tile, 1, carry, functools.partial(self._step, masked=True))
-        _, ring, weights, tops, totals, sums = carry
-        sums = self._add_values(ring, weights, sums)
+        coming, last, weights, tops, totals, sums = carry
+        sums = self._add_values(last, weights, sums)
         isa.wgmma_wait(0)
         isa.pin(weights)
         sums = isa.pin(sums)
+        arrive(at, at.empty(1, last[0]))
         for distance in (1, 2):
             totals = [isa.sum_of(total, isa.shuffle_xor(total, distance)) for total in totals]
-        return sums, tops, totals
+        return sums, tops, totals, coming
 
     def _scores(self, ring) -> list:
         """Starts queries times a tile's keys, [64, positions] as in `ptx.wgmma`."""

@@ -1,11 +1,12 @@
 """Attention of a cycle's rows against a long cache through wgmma, for sm_90 GPUs: in measurement.
 
-Chunks, results and the merge are those of `attention_decode`. A block of threads takes one chunk of
-one KV head: all rows of all query heads that read it stand in the 64 rows of one matrix, and one
-consumer warpgroup goes through the chunk's tiles as that of `attention_prefill` does. Producer
-warpgroups, one for keys and one for values, have copies of two tiles under way each while they
-convert the tile before in place (`attention_panels`): threads that multiply convert nothing, and
-threads that wait for memory hold no registers.
+Chunks, results and the merge are those of `attention_decode`. The grid is persistent: a block of
+threads takes chunks of one KV head. All rows of all query heads that read it stand in the 64 rows
+of one matrix, and one consumer warpgroup goes through a chunk's tiles as that of
+`attention_prefill` does. Producer warpgroups, one for keys and one for values, have copies of two
+tiles under way each, of the next chunk too, while they convert the tile before in place
+(`attention_panels`): threads that multiply convert nothing, and threads that wait for memory hold
+no registers.
 
 A row's bits follow from its position alone: tiles begin at fixed positions, and are taken in order.
 """
@@ -17,7 +18,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import ptx
-from pallas_kernels.attention_decode import Cut, attend, chunk_of
+from pallas_kernels.attention_decode import Cut, attend, chunk_of, num_chunks
 from pallas_kernels.attention_decode import fits as fits_decode
 from pallas_kernels.attention_panels import (
     WIDTH,
@@ -45,6 +46,10 @@ PRODUCERS = 4
 """Warps that bring keys, and warps that bring values."""
 
 THREADS = 3 * 128
+
+MULTIPROCESSORS = 132
+"""Blocks that run at once: shared memory holds one a multiprocessor."""
+
 _AT_ONCE = 8  # pieces of a thread that wait for memory together
 
 
@@ -57,6 +62,16 @@ class Wide(Cut):
     """
 
     panels: type[Panels] = BfloatPanels
+
+    @property
+    def sharers(self) -> int:
+        """Blocks of threads of a KV head: all of them together run at once."""
+        return min(self.chunks, MULTIPROCESSORS // self.kv_heads)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of threads."""
+        return self.sharers * self.kv_heads
 
     @property
     def shared_bytes(self) -> list[int]:
@@ -113,13 +128,22 @@ def attn_wide(
     return attend("attn_wide", launch, cut, q, k, v, layer, positions, end, gate, gate_columns)
 
 
-class Chunk:
-    """Where a thread is, its chunk and KV head, and addresses; `Consumer` and `Panels` read it."""
+class Block:
+    """Where a thread is, its block's KV head and chunks, and addresses; `Panels` reads it.
 
-    positions, stages = POSITIONS, STAGES
+    A KV head's chunks are dealt to its blocks longest first, back and forth, so that who got a
+    long one first gets a short one next.
+
+    Args:
+      isa: instructions: `ptx`, or a model of them.
+      plan: sizes.
+      refs: operands, results and shared memory.
+    """
+
+    stages = STAGES
 
     def __init__(self, isa, plan: Wide, refs):
-        """Takes the references of the kernel."""
+        """Takes what the class names."""
         self.isa, self.plan = isa, plan
         q, *cache, counts, layer, end, sums, stats, queries, tiles, barriers = refs
         self.q, self.sums, self.stats, counts, layer, end = (
@@ -136,28 +160,85 @@ class Chunk:
         loaded = [isa.load_global(address)[0] for address in (layer, end, counts)]
         self.layer, self.end, self.warp = map(isa.uniform, (*loaded[:2], self.thread >> 5))
         self.count = loaded[2]
-        # The longest chunks go first, to the blocks that start first.
-        block = isa.Word(plan.chunks * plan.kv_heads - 1) - isa.block_index()
-        self.index, self.kv_head = block // plan.kv_heads, block % plan.kv_heads
-        self.start, size = chunk_of(isa, self.index)
-        stop = self.start + size
-        stop = isa.select(stop < self.end, stop, self.end)
-        length = isa.select(self.start < stop, stop - self.start, 0)
-        self.first_tile = isa.Word(0)
-        self.end_tile = (length + (POSITIONS - 1)) // POSITIONS
-        self.plain_tile = self._plain_tile()
+        block = isa.block_index()
+        self.place, self.kv_head = block // plan.kv_heads, block % plan.kv_heads
+        self.num_chunks = num_chunks(isa, plan, self.end)
+        whole = self.num_chunks // plan.sharers
+        more = self._dealt(whole) < self.num_chunks - whole * plan.sharers
+        self.rounds = isa.select(more, whole + 1, whole)
+        """How many chunks the block has."""
         self.queries, self.tiles, self.barriers = (
             isa.shared_address(ref) for ref in (queries, tiles, barriers)
         )
+
+    def _dealt(self, turn):
+        """Returns how many blocks get their chunk of a round before this one does."""
+        back = self.isa.Word(self.plan.sharers - 1) - self.place
+        return self.isa.select((turn & 1).equals(0), self.place, back)
+
+    def chunk(self, turn) -> tuple:
+        """Returns number, first position and end of the chunk of a round."""
+        isa = self.isa
+        index = self.num_chunks - 1 - turn * self.plan.sharers - self._dealt(turn)
+        start, size = chunk_of(isa, index)
+        stop = start + size
+        return index, start, isa.select(stop < self.end, stop, self.end)
+
+    def num_tiles(self):
+        """Returns how many tiles all of the block's chunks have."""
+        isa = self.isa
+
+        def add(turn, total):
+            _, start, stop = self.chunk(turn)
+            return total + (stop - start + (POSITIONS - 1)) // POSITIONS
+
+        return isa.loop(0, self.rounds, 1, isa.Word(0), add)
+
+    def tile(self, which: int, stage):
+        """Returns the address of a stage of keys (0) or of values (1)."""
+        return self.tiles + (stage + which * STAGES) * STAGE_BYTES
+
+    def full(self, which: int, stage):
+        """Returns the barrier of a stage that has come."""
+        return self.barriers + (stage + 2 * which * STAGES) * 8
+
+    def empty(self, which: int, stage):
+        """Returns the barrier of a stage that may be replaced."""
+        return self.full(which, stage) + STAGES * 8
+
+
+class Chunk:
+    """A chunk of a block, as `Consumer` reads it.
+
+    Args:
+      block: whose.
+      turn: number of the round.
+    """
+
+    positions, stages = POSITIONS, STAGES
+
+    def __init__(self, block: Block, turn):
+        """Takes what the class names."""
+        self.block, self.isa, self.plan = block, block.isa, block.plan
+        self.lane, self.tile, self.full, self.empty = (
+            block.lane,
+            block.tile,
+            block.full,
+            block.empty,
+        )
+        self.index, self.start, stop = block.chunk(turn)
+        self.first_tile = self.isa.Word(0)
+        self.end_tile = (stop - self.start + (POSITIONS - 1)) // POSITIONS
+        self.plain_tile = self._plain_tile()
 
     def _plain_tile(self):
         """Returns the first tile from which on some live row may not see every position.
 
         The chunk's first tile is masked in any case.
         """
-        isa = self.isa
+        isa, count = self.isa, self.block.count
         # Idle rows may see what they like: nothing of theirs is stored.
-        least = isa.select(self.count.equals(0), self.plan.capacity, self.count)
+        least = isa.select(count.equals(0), self.plan.capacity, count)
         for distance in (4, 8, 16):
             other = isa.shuffle_word_xor(least, distance)
             least = isa.select(other < least, other, least)
@@ -174,23 +255,11 @@ class Chunk:
     def seen(self, half: int):
         """Returns how many positions a lane's row of either half sees."""
         del half
-        return self.count
-
-    def tile(self, which: int, stage):
-        """Returns the address of a stage of keys (0) or of values (1)."""
-        return self.tiles + (stage + which * STAGES) * STAGE_BYTES
-
-    def full(self, which: int, stage):
-        """Returns the barrier of a stage that has come."""
-        return self.barriers + (stage + 2 * which * STAGES) * 8
-
-    def empty(self, which: int, stage):
-        """Returns the barrier of a stage that may be replaced."""
-        return self.full(which, stage) + STAGES * 8
+        return self.block.count
 
 
 def _kernel(plan: Wide, *refs) -> None:
-    at = Chunk(ptx, plan, refs)
+    at = Block(ptx, plan, refs)
 
     def consumes():
         ptx.set_registers(232, grow=True)
@@ -206,10 +275,10 @@ def _kernel(plan: Wide, *refs) -> None:
         ptx.sync_threads(0, THREADS)
         ptx.branch(at.warp < 4, consumes, produces)
 
-    ptx.branch(at.first_tile < at.end_tile, work, lambda: None)
+    ptx.branch(ptx.Word(0) < at.rounds, work, lambda: None)
 
 
-def prepare_barriers(isa, at: Chunk) -> None:
+def prepare_barriers(isa, at: Block) -> None:
     """Prepares the barriers: one arrival of every warp that fills, or reads, a stage."""
     for which in range(2):
         for stage in range(STAGES):
@@ -218,47 +287,65 @@ def prepare_barriers(isa, at: Chunk) -> None:
     isa.fence_barriers()
 
 
-def produce(at: Chunk, which: int) -> None:
-    """Emits the work of the warpgroup that brings keys (0) or values (1)."""
+def produce(at: Block, which: int) -> None:
+    """Emits the work of the warpgroup that brings keys (0) or values (1) of all chunks."""
     isa, ahead = at.isa, STAGES - 1
     panels = at.plan.panels(at, which, POSITIONS, PRODUCERS, _AT_ONCE)
 
-    def fetch(tile, ring):
+    def fetch(coming):
+        """Starts the copies of the next tile, of the next chunk where one has ended."""
+        ring, turn, position, stop = coming
         stage, parity = ring
 
         def copy():
             isa.barrier_wait(at.empty(which, stage), parity)
-            panels.fetch(at.position(tile), at.tile(which, stage))
+            panels.fetch(position, at.tile(which, stage))
 
-        isa.branch(tile < at.end_tile, copy, lambda: None)
+        isa.branch(turn < at.rounds, copy, lambda: None)
         isa.close_copies()
-        return advance(at, ring)
+        position = position + POSITIONS
+        inside = position < stop
+        _, start, end = at.chunk(turn + 1)
+        return (
+            advance(at, ring),
+            isa.select(inside, turn, turn + 1),
+            isa.select(inside, position, start),
+            isa.select(inside, stop, end),
+        )
 
-    def feed(tile, carry):
+    def feed(_, carry):
         coming, (stage, parity) = carry
         isa.wait_copies(ahead - 1)
         panels.convert(at.tile(which, stage))
         isa.fence_shared_writes()
         arrive(at, at.full(which, stage))
         # The stage of the tile before, which may still be read: so after this one's work.
-        coming = fetch(tile + ahead, coming)
-        return coming, advance(at, (stage, parity))
+        return fetch(coming), advance(at, (stage, parity))
 
+    _, start, stop = at.chunk(isa.Word(0))
     # A fresh barrier's phase before the first counts as over.
-    coming = isa.Word(0), isa.Word(1)
-    for tile in range(ahead):
-        coming = fetch(isa.Word(tile), coming)
+    coming = (isa.Word(0), isa.Word(1)), isa.Word(0), start, stop
+    for _ in range(ahead):
+        coming = fetch(coming)
     ready = isa.Word(0), isa.Word(0)
-    isa.loop(at.first_tile, at.end_tile, 1, (coming, ready), feed)
+    isa.loop(0, at.num_tiles(), 1, (coming, ready), feed)
 
 
-def consume(at: Chunk) -> None:
-    """Emits the work of the consumer warpgroup: queries in, tiles in order, sums out."""
+def consume(at: Block) -> None:
+    """Emits the work of the consumer warpgroup: queries in, and the sums of every chunk out."""
+    isa = at.isa
     _load_queries(at)
-    _store(at, *Consumer(at, at.queries).attend())
+
+    def attend(turn, ring):
+        chunk = Chunk(at, turn)
+        *results, ring = Consumer(chunk, at.queries).attend(ring)
+        _store(chunk, *results)
+        return ring
+
+    isa.loop(0, at.rounds, 1, (isa.Word(0), isa.Word(0)), attend)
 
 
-def _load_queries(at: Chunk) -> None:
+def _load_queries(at: Block) -> None:
     """Writes the queries to shared memory, rounded to float16; rows that no head has are zeros."""
     isa, plan = at.isa, at.plan
     piece, row = at.thread & 31, (at.thread >> 5) & 3
@@ -284,13 +371,13 @@ def _load_queries(at: Chunk) -> None:
     isa.sync_threads(1, 128)
 
 
-def _store(at: Chunk, sums, tops, totals) -> None:
+def _store(chunk: Chunk, sums, tops, totals) -> None:
     """Stores live rows' sums, largest scores and totals, as `attention_decode` does."""
-    isa, plan = at.isa, at.plan
+    at, isa, plan = chunk.block, chunk.isa, chunk.plan
     with isa.when(at.warp < plan.row_tiles), isa.when(isa.Word(0) < at.count):
         for half in range(2):
             head = at.kv_head * plan.group + at.warp * 2 + half
-            place = (at.index * plan.heads + head) * ROWS + at.row
+            place = (chunk.index * plan.heads + head) * ROWS + at.row
             out = isa.offset_address(at.sums, place, 4 * WIDTH)
             out = isa.offset_address(out, at.lane & 3, 8)
             for j in range(WIDTH // 8):

@@ -15,12 +15,14 @@ from tests.kernels.cluster_model import Buffer, Grid
 pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 
 from pallas_kernels.attention_decode import (  # noqa: E402
+    MERGERS,
     SIZES,
     Cut,
     attn_decode,
     chunk_kernel,
     fits,
     merge_kernel,
+    merge_shared_bytes,
     shared_bytes,
 )
 from pallas_kernels.attention_tiles import (  # noqa: E402
@@ -88,7 +90,7 @@ def model(q, k, v, layer, positions, end, gate, first=0, gate_columns=None):
     with np.errstate(invalid="ignore", over="ignore"):
         attend: Any = chunk_kernel
         attend(grid, cut, Buffer(np.asarray(q)), *cache, counts, *scalars, sums, stats, None)
-        grid = Grid(heads * ROWS, 1, 128, 16)
+        grid = Grid(heads * ROWS, 1, 128 * MERGERS, merge_shared_bytes())
         out = Buffer(np.full(q.shape, np.nan, np.float32))
         parts = [Buffer(part.values) for part in (sums, stats)]
         merge: Any = merge_kernel

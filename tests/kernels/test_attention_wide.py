@@ -22,8 +22,13 @@ from tests.kernels.test_attention_decode import (
 
 pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 
-from pallas_kernels import attention_decode  # noqa: E402
-from pallas_kernels.attention_decode import SIZES, merge_kernel  # noqa: E402
+from pallas_kernels import attention_decode, attention_wide  # noqa: E402
+from pallas_kernels.attention_decode import (  # noqa: E402
+    MERGERS,
+    SIZES,
+    merge_kernel,
+    merge_shared_bytes,
+)
 from pallas_kernels.attention_panels import WIDTH, BfloatPanels, Q8Panels  # noqa: E402
 from pallas_kernels.attention_tiles import ROWS  # noqa: E402
 from pallas_kernels.attention_wide import (  # noqa: E402
@@ -31,7 +36,7 @@ from pallas_kernels.attention_wide import (  # noqa: E402
     PRODUCERS,
     STAGE_BYTES,
     STAGES,
-    Chunk,
+    Block,
     Wide,
     attn_wide,
     consume,
@@ -54,14 +59,14 @@ def run_block(plan: Wide, index: int, refs) -> None:
 
     def thread(first, threads, work, prepares=False):
         isa: Any = Role(first, threads, shared, barriers, index)
-        at = Chunk(isa, plan, (*refs, *map(int, places[:3])))
+        at = Block(isa, plan, (*refs, *map(int, places[:3])))
         if prepares:
             prepare_barriers(isa, at)
         for which in range(2):
             for stage in range(STAGES):
                 place = int(at.tile(which, stage)[0])
                 isa.guarded[int(at.empty(which, stage)[0])] = range(place, place + STAGE_BYTES)
-        if at.first_tile[0] < at.end_tile[0]:
+        if at.rounds[0] > 0:
             with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
                 work(at)
 
@@ -88,14 +93,15 @@ def model(q, k, v, layer, positions, end, gate, first=0, gate_columns=None):
     sums, stats = (np.full((*shape, w), np.nan, np.float32) for w in (WIDTH, 2))
     cache = [np.asarray(x) for x in jax.tree.leaves((k, v))]
     scalars = [np.full(1, int(n), np.int32) for n in (layer, end)]
-    for block in range(plan.chunks * kv_heads):
+    for block in range(plan.blocks):
         run_block(plan, block, (np.asarray(q), *cache, counts, *scalars, sums, stats))
     merge: Any = merge_kernel
     columns = gate_columns or (heads * WIDTH, 0, WIDTH)
     operands = [Buffer(x) for x in (sums, stats, np.asarray(gate), counts)]
     out = Buffer(np.full(q.shape, np.nan, np.float32))
     with np.errstate(invalid="ignore", over="ignore"):
-        merge(Grid(heads * ROWS, 1, 128, 16), plan, columns, *operands, out, None)
+        grid = Grid(heads * ROWS, 1, 128 * MERGERS, merge_shared_bytes())
+        merge(grid, plan, columns, *operands, out, 0)
     return jnp.asarray(out.values)
 
 
@@ -163,6 +169,37 @@ def test_attention_agrees_with_its_reference(kind, heads, kv_heads, length, live
 )
 def test_rings_of_tiles_turn(kind, heads, kv_heads, length, first, long_chunks):
     assert_agrees(model, wanted, kind, heads, kv_heads, 768, length, 6, first)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("multiprocessors", [1, 2, 3])
+def test_a_block_goes_from_chunk_to_chunk(kind, multiprocessors, long_chunks, monkeypatch):
+    monkeypatch.setattr(attention_wide, "MULTIPROCESSORS", multiprocessors)
+    q, k, v, gate = operands_of(6, 1, 1024, kind)
+    at = jnp.int32(1), positions_of(970, 6), jnp.int32(970), gate
+    got = np.asarray(model(q, k, v, *at))
+    monkeypatch.setattr(attention_wide, "MULTIPROCESSORS", 132)
+    np.testing.assert_array_equal(got, model(q, k, v, *at))
+    error = np.sqrt(np.mean((got - wanted(q, k, v, *at))[:6] ** 2) / np.mean(got[:6] ** 2))
+    assert error < LIMITS[kind]
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 5, 36, 52, 84])
+def test_chunks_are_dealt_once_each_and_evenly(num_chunks, monkeypatch):
+    monkeypatch.setattr(attention_wide, "num_chunks", lambda *_: isa.Word(num_chunks))
+    plan = Wide(heads=24, kv_heads=4, capacity=131072)
+    found: list[tuple[int, int]] = []
+    most = []
+    for block in range(plan.blocks):
+        isa: Any = Role(0, 32, np.zeros(1, np.uint32), Barriers(), block)
+        scalars = [np.asarray([x], np.int32) for x in (0, 131072)]
+        refs = np.zeros(1), *[np.zeros(1)] * 2, np.zeros(ROWS, np.int32), *scalars
+        at = Block(isa, plan, (*refs, np.zeros(1), np.zeros(1), 0, 0, 0))
+        mine = [int(at.chunk(isa.Word(turn))[0][0]) for turn in range(int(at.rounds[0]))]
+        found += [(block % 4, index) for index in mine]
+        most.append(len(mine))
+    assert sorted(found) == [(head, index) for head in range(4) for index in range(num_chunks)]
+    assert max(most) - min(most) <= 1
 
 
 @pytest.mark.parametrize("kind", FORMATS)
