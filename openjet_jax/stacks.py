@@ -2,8 +2,8 @@
 
 Leaves are read by several threads straight into the memory where they stay; orbax would restore
 each into fresh memory, to be copied once more. On a CPU the filled stack becomes the device's array
-as it is, elsewhere it is sent in one piece. So memory peaks at the weights (on the host of an
-accelerator, at the largest stack), and nothing is compiled.
+as it is, elsewhere it is sent in one piece, or layer by layer to be tiled (`placing`). So memory
+peaks at the weights (on the host of an accelerator, at the largest stack).
 A table of packed rows is mapped: on a CPU the device's array is the file itself, and a row is read
 when it is used.
 """
@@ -14,9 +14,10 @@ import math
 import os
 import types
 import typing
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import equinox as eqx
 import jax
@@ -34,6 +35,7 @@ from openjet_jax.checkpoint import (
 )
 from openjet_jax.config import ModelConfig, Qwen4ExpConfig, Qwen35Config
 from openjet_jax.leaf_files import DIFFERS, TASK_BYTES, Part, damaged, read_parts
+from openjet_jax.placing import Unread
 from openjet_jax.qwen4exp_weights import Qwen4ExpWeights
 from openjet_jax.row_tables import ROWS, map_rows, read_here_and_there, rows_path
 from openjet_jax.weights import Packed, Qwen35Weights, RowTable, Weights
@@ -56,7 +58,7 @@ HUGE_PAGE_BYTES = 2 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Stack:
+class Stack(Unread):
     """A leaf of `Weights` to be: one plane of the layers that share a format."""
 
     entries: tuple[TensorEntry, ...]
@@ -65,9 +67,14 @@ class _Stack:
 
     @property
     def spec(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the stack."""
         plane = self.entries[0].planes[self.plane]
         layers = (len(self.entries),) if self.stacked else ()
         return jax.ShapeDtypeStruct((*layers, *plane.shape), np.dtype(plane.dtype))
+
+    def layer(self, slot: int | None) -> "Stack":
+        """Returns one layer of the stack, or all of it with None."""
+        return self if slot is None else dataclasses.replace(self, entries=(self.entries[slot],))
 
 
 def weight_specs(directory: Path) -> tuple[ModelConfig, Weights]:
@@ -89,6 +96,15 @@ def specs_of(config: CheckpointConfig) -> Weights:
     return jax.tree.map(lambda stack: stack.spec, _layout(config))
 
 
+def unread(config: CheckpointConfig) -> Weights:
+    """Returns a `Stack` in place of every array of the weights, for a `Reader`.
+
+    Raises:
+      CheckpointError: the tensors are not those of the model.
+    """
+    return _layout(config)
+
+
 def load_weights(directory: Path) -> tuple[ModelConfig, Weights]:
     """Returns the model's configuration and its weights, on JAX's default device.
 
@@ -101,27 +117,56 @@ def load_weights(directory: Path) -> tuple[ModelConfig, Weights]:
     """
     config = read_config(directory)
     stacks, tree = jax.tree.flatten(_layout(config))
-    loaded: list[jax.Array] = []
-    readings: collections.deque[_Reading | _Mapped] = collections.deque()
-
-    def send() -> None:
-        array = readings.popleft().finish()
-        loaded.append(jax.device_put(array, may_alias=True).block_until_ready())
-
-    pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="restore")
-    try:
-        for stack in stacks:
-            mapped = stack.plane == ROWS
-            readings.append(
-                _Mapped(directory, stack) if mapped else _Reading(pool, directory, stack)
-            )
-            while sum(reading.array.nbytes for reading in readings) > READ_AHEAD_BYTES:
-                send()
-        while readings:
-            send()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with Reader(directory, [(stack, None) for stack in stacks]) as reader:
+        loaded = [sent(reader.take(stack)) for stack in stacks]
     return config.model, jax.tree.unflatten(tree, loaded)
+
+
+def sent(array: np.ndarray) -> jax.Array:
+    """Returns an array on JAX's default device, when it has arrived there."""
+    return jax.device_put(array, may_alias=True).block_until_ready()
+
+
+class Reader:
+    """Reads stacks, or layers of them, by several threads, ahead of who takes them."""
+
+    def __init__(self, directory: Path, wanted: Iterable[tuple[Stack, int | None]]):
+        """Takes what will be asked for, in order: stacks, and which layer of each."""
+        self._directory = directory
+        self._wanted = collections.deque(wanted)
+        self._readings: collections.deque[tuple[Stack, int | None, _Reading | _Mapped]]
+        self._readings = collections.deque()
+        self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="restore")
+
+    def __enter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stops reading."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def take(self, stack: Stack, slot: int | None = None) -> np.ndarray:
+        """Returns the next array that was to be asked for.
+
+        Raises:
+          DamagedCheckpoint: a leaf is missing, or not as it was written.
+        """
+        while self._wanted and (not self._readings or self._ahead() <= READ_AHEAD_BYTES):
+            self._start(*self._wanted.popleft())
+        expected, at, reading = self._readings.popleft()
+        assert expected is stack and at == slot, "stacks are taken in another order than was said"
+        return reading.finish()
+
+    def _ahead(self) -> int:
+        return sum(reading.array.nbytes for *_, reading in self._readings)
+
+    def _start(self, stack: Stack, slot: int | None) -> None:
+        if stack.plane == ROWS:
+            reading = _Mapped(self._directory, stack)
+        else:
+            reading = _Reading(self._pool, self._directory, stack.layer(slot))
+        self._readings.append((stack, slot, reading))
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -143,7 +188,7 @@ class _Reading:
       array: the stack, whole when `finish` has returned.
     """
 
-    def __init__(self, pool: ThreadPoolExecutor, directory: Path, stack: _Stack):
+    def __init__(self, pool: ThreadPoolExecutor, directory: Path, stack: Stack):
         """Starts reading, in tasks of similar sizes: few, since handing one over takes a while."""
         self.array = _empty(stack.spec.shape, stack.spec.dtype)
         self._stack = stack
@@ -186,7 +231,7 @@ class _Mapped:
       array: the table's file.
     """
 
-    def __init__(self, directory: Path, stack: _Stack):
+    def __init__(self, directory: Path, stack: Stack):
         """Maps the file."""
         (self._entry,) = stack.entries
         self._path = rows_path(directory, self._entry.block)
@@ -208,7 +253,7 @@ class _Mapped:
 
 
 def _layout(config: CheckpointConfig) -> Weights:
-    """Returns `Weights` with a `_Stack` in place of every array."""
+    """Returns `Weights` with a `Stack` in place of every array."""
     fields: dict[str, list[TensorEntry]] = {}
     for entry in sorted(config.tensors, key=lambda entry: entry.slot):
         fields.setdefault(entry.field, []).append(entry)
@@ -245,7 +290,7 @@ def _module(cls: Any, prefix: str, fields: dict[str, list[TensorEntry]], unplace
             values[field.name] = _module(kind, f"{name}.", fields, unplaced)
         else:
             stacked = kind.dim_str.startswith("layers")
-            values[field.name] = _Stack(entries=tuple(fields[name]), plane=VALUES, stacked=stacked)
+            values[field.name] = Stack(entries=tuple(fields[name]), plane=VALUES, stacked=stacked)
     return cls(**values)
 
 
@@ -255,7 +300,7 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def _row_table(entry: TensorEntry) -> RowTable:
-    rows: Any = _Stack(entries=(entry,), plane=ROWS, stacked=False)
+    rows: Any = Stack(entries=(entry,), plane=ROWS, stacked=False)
     return RowTable(rows=rows, format=entry.format, width=entry.shape[1])
 
 
@@ -277,7 +322,7 @@ def _packed(entries: list[TensorEntry]) -> Packed:
         _check_planes(entry, rows, k)
     stacks: Any = tuple(
         {
-            plane: _Stack(entries=tuple(group), plane=plane, stacked=True)
+            plane: Stack(entries=tuple(group), plane=plane, stacked=True)
             for plane in FORMATS[name].plane_specs(rows, k)
         }
         for name, group in groups.items()

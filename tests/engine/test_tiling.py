@@ -4,16 +4,19 @@ The kernel is replaced by the model of a warp, so results are compared bit for b
 """
 
 import functools
+import shutil
 from typing import Any
 
+import golden
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import relative_rms
 
-from openjet_jax import tiling
+from openjet_jax import loading, placing, stacks, tiling
 from openjet_jax.architectures import initial_state
+from openjet_jax.checkpoint import DamagedCheckpoint, read_config
 from openjet_jax.config import DecodeConfig
 from openjet_jax.cycle import cycle
 from openjet_jax.draft_vocabulary import empty_slots
@@ -192,6 +195,59 @@ def test_rows_prepared_once_give_what_rows_prepared_for_each_product_do(second):
     got = project_each(h, (first, other), 1)
     want = project_each(rms_norm(x + added, norm[1], 1e-6), (first, other), 1)
     assert all(jnp.array_equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(("values", "ahead"), [(placing.PIECE_VALUES, 2**29), (2**17, 1)])
+@pytest.mark.parametrize("vocab", [None, 512])
+def test_weights_that_are_tiled_as_they_are_read_are_the_same(values, ahead, vocab, monkeypatch):
+    monkeypatch.setattr(tiling, "PIECE_VALUES", values)
+    monkeypatch.setattr(stacks, "READ_AHEAD_BYTES", ahead)
+    model = load("tiny", backend="reference", draft_vocab=vocab)
+    config = read_config(model.directory)
+    got = loading.load_tiled(model.directory, config, model.draft)
+    want = tiling.tiled_weights(model.weights)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert isinstance(got.head, Tiled) and (got.head.packed is None) == (vocab is None)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [(name, kind) for kind in ("qwen35", "qwen4exp") for name in golden.names(kind)],
+)
+def test_golden_models_that_are_tiled_as_they_are_read_are_the_same(name, architecture):
+    case, directory = golden.case(name, architecture), golden.checkpoint_of(name, architecture)
+    got = loading.load_tiled(directory, read_config(directory), None)
+    want = tiling.tiled_weights(jax.tree.map(jnp.copy, case.weights))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_damaged_leaf_is_found_while_it_is_tiled(tmp_path):
+    model = load("tiny", backend="reference")
+    shutil.copytree(model.directory, tmp_path / "tiny")
+    (leaf,) = (tmp_path / "tiny/weights/blk.3/ffn.down.codes").glob("0*")
+    data = bytearray(leaf.read_bytes())
+    data[1000] ^= 4
+    leaf.write_bytes(data)
+    with pytest.raises(DamagedCheckpoint, match="ffn.down.codes"):
+        loading.load_tiled(tmp_path / "tiny", read_config(tmp_path / "tiny"), model.draft)
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "paired", "step"),
+    [
+        ((17408, 17408), 5120, True, 8704),
+        ((248320,), 5120, False, 24832),
+        ((12288, 1024, 1024), 5120, False, None),
+        ((5120,), 17408, False, None),
+        ((16 * 131101,), 5120, False, 16),
+    ],
+)
+def test_large_matrices_are_tiled_some_rows_at_a_time(rows, k, paired, step):
+    assert tiling._rows_at_once(rows, k, paired) == step
 
 
 @pytest.fixture(scope="module")
