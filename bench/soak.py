@@ -55,8 +55,9 @@ from openjet_jax.engine import programs_for
 MUST, MOST_GROWTH = 1000, 2.0
 """Requests that must be made, and most growth of memory in percent."""
 
-PROBE_EVERY, TURNS, TEXT = 100, 8, 20_000
-"""Requests between probes, turns of a session, characters that prompts are cut from."""
+PROBE_EVERY, TURNS, STOPS, TEXT = 100, 8, 12, 20_000
+"""Requests between probes, turns of a session, usual characters that some answers end at, and
+characters that prompts are cut from."""
 
 PROBE_TOKENS, WARM_TOKENS = 24, 16
 PROBES = (
@@ -139,7 +140,8 @@ class Soak:
         long = self.requests.prompt(min(LONG, self.requests.context - NEW_TOKENS))
         settings = {"depth": depths_of(self.model, "greedy")[-1], "max_new_tokens": 2}
         self.one(Asked(kind="greedy", ids=long, settings=settings))
-        self.requests.stops = sorted(set(text) - {"\ufffd"})
+        usual = Counter(text.replace("\ufffd", "")).most_common(STOPS)
+        self.requests.stops = [character for character, _ in usual]
         self.probe()
         self.close()
         self._warm = len(self._events())
