@@ -14,6 +14,7 @@ before them for any other model. `depth4_70` needs a file of `bench.synthetic_gg
 
 import argparse
 import dataclasses
+import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -322,6 +323,9 @@ def main() -> None:
     parser.add_argument("--transformers", metavar="PYTHON", help="an interpreter that has them")
     parser.add_argument("--compiled", action="store_true", help="transformers by torch.compile")
     args = parser.parse_args()
+    if args.transformers:
+        # Its weights in bfloat16 need what JAX would take and not use.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     model = oj.load(args.model)
     name, details = name_of(model, args.model), {"model": args.model}
     limits = {at: limit(model, at, args.kv_dtype) for at in args.contexts}
