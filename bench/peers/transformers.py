@@ -29,7 +29,14 @@ from typing import Any
 from bench.intervals import median
 
 ROOT = pathlib.Path(__file__).parents[2]
-PACKAGES = ("torch", "transformers", "flash-linear-attention", "causal-conv1d")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "flash-linear-attention",
+    "fla-core",
+    "causal-conv1d",
+)
 CHUNK, PROMPT, WARM_TOKENS = 2048, 2048, 8
 """Tokens read at once, length of the prompt whose reading is timed, tokens before decoding is."""
 
