@@ -1,7 +1,8 @@
-"""Decoding end to end: plain and with drafts, by context, beside llama.cpp where it is given.
+"""Decoding end to end: plain and with drafts, by context, beside other engines where given.
 
     python -m bench.decode [MODEL] [--contexts 64 1024] [--depths 1 2 3 4 5] [--dispatches 24]
     python -m bench.decode 27B-planted.gguf --contexts 64 16384 131072 --peer llama-server
+    python -m bench.decode 27B.gguf --transformers python    beside transformers, in bfloat16
 
 Times are the host's, from one dispatch to the next, so they hold everything that a user waits for;
 each gets the median over dispatches and its interval. Nothing is recorded unless greedy text is the
@@ -13,6 +14,7 @@ before them for any other model. `depth4_70` needs a file of `bench.synthetic_gg
 
 import argparse
 import dataclasses
+import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +25,7 @@ import jax
 import openjet_jax as oj
 from bench.intervals import median
 from bench.peers.llama_cpp import flags_for, running
+from bench.peers.transformers import measured_by, sizes_of
 from bench.sessions import source_text
 from bench.summary import Figure, record
 from openjet_jax.config import DecodeConfig
@@ -204,7 +207,7 @@ def measure(
 
 
 def beside(model: oj.Model, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns the peer's rows: plain at every context, with drafts at the first."""
+    """Returns llama.cpp's rows: plain at every context, with drafts at the first."""
     found = []
     room = max(args.contexts) + args.peer_tokens + 64
     for depth in (0, max(args.depths)):
@@ -215,6 +218,7 @@ def beside(model: oj.Model, args: argparse.Namespace) -> list[dict[str, Any]]:
                 answers = [server.complete(prompt, args.peer_tokens) for _ in range(args.runs)]
                 found.append(
                     {
+                        "engine": "llama.cpp",
                         "context": at,
                         "depth": depth,
                         "rate": median([answer.decode_rate for answer in answers]),
@@ -229,6 +233,17 @@ def beside(model: oj.Model, args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
+def beside_transformers(model: oj.Model, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns the rows of transformers: plain at every context."""
+    sizes = sizes_of(model.config, tied=all(entry.field != "head" for entry in model.tensors))
+    asked = (args.contexts, args.peer_tokens, args.runs, args.compiled)
+    found = measured_by(args.transformers, sizes, *asked)
+    rows = found.pop("rows")
+    for row in rows:
+        print(row, flush=True)
+    return [{"engine": "transformers", **row, **found} for row in rows]
+
+
 def figures(
     rows: dict[str, Any], peers: list[dict[str, Any]], name: str, limits: dict[int, float | None]
 ) -> list[Figure]:
@@ -236,7 +251,7 @@ def figures(
 
     Args:
       rows: from `measure`.
-      peers: from `beside`.
+      peers: from `beside` and `beside_transformers`; the fastest counts.
       name: before every figure; empty for the model that the bounds are for.
       limits: tokens a second that memory allows, by context.
     """
@@ -254,7 +269,10 @@ def figures(
             **bounds,
         )
 
-    rates = {(row["context"], row["depth"]): row["rate"]["value"] for row in peers}
+    rates: dict[tuple[int, int], float] = {}
+    for row in peers:
+        at = row["context"], row["depth"]
+        rates[at] = max(rates.get(at, 0.0), row["rate"]["value"])
     found = []
     for row in rows["contexts"]:
         at, value = row["context"], row["plain"]["value"]
@@ -302,7 +320,12 @@ def main() -> None:
     parser.add_argument("--peer-kv", default="q8_0")
     parser.add_argument("--peer-tokens", type=int, default=128)
     parser.add_argument("--runs", type=int, default=5, help="of the peer")
+    parser.add_argument("--transformers", metavar="PYTHON", help="an interpreter that has them")
+    parser.add_argument("--compiled", action="store_true", help="transformers by torch.compile")
     args = parser.parse_args()
+    if args.transformers:
+        # Its weights in bfloat16 need what JAX would take and not use.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     model = oj.load(args.model)
     name, details = name_of(model, args.model), {"model": args.model}
     limits = {at: limit(model, at, args.kv_dtype) for at in args.contexts}
@@ -313,8 +336,9 @@ def main() -> None:
 
     rows = measure(model, args, save)
     peers = beside(model, args) if args.peer else []
+    peers += beside_transformers(model, args) if args.transformers else []
     for row in peers:
-        if row["token_ids"] and row["token_ids"][0] != rows["first_tokens"][0]:
+        if row.get("token_ids") and row["token_ids"][0] != rows["first_tokens"][0]:
             print("note: the peer's first token is another one; its text is in the results")
     for each in figures(rows, peers, name, limits):
         ratio = "" if each.peer is None else f"   {each.value / each.peer:.2f} x the peer"

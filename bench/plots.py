@@ -113,12 +113,17 @@ def context_chart(found: dict[str, Any]) -> str | None:
     ]
     if drafts:
         lines.append(Line(name=f"depth {deepest}", points=drafts))
-    for depth in sorted({row["depth"] for row in found["peers"]}):
-        rows = [row for row in found["peers"] if row["depth"] == depth]
+    for engine, depth in sorted({_peer(row) for row in found["peers"]}):
+        rows = [row for row in found["peers"] if _peer(row) == (engine, depth)]
         points = [(_short(row["context"]), *_interval(row["rate"])) for row in rows]
-        name = f"llama.cpp{f', depth {depth}' if depth else ''}"
+        name = f"{engine}{f', depth {depth}' if depth else ''}"
         lines.append(Line(name=name, points=points))
     return line_chart(_title("Decoding by context", found), "tokens a second", "context", lines)
+
+
+def _peer(row: dict[str, Any]) -> tuple[str, int]:
+    """Returns a row's engine and depth."""
+    return row.get("engine", "llama.cpp"), row["depth"]
 
 
 def acceptance_chart(found: dict[str, Any]) -> str | None:
