@@ -114,7 +114,8 @@ def tiled(
       keep_rows: whether rows of it will be looked up; else the packed arrays are freed.
       keep: `id` of arrays that belong to something else too and are not freed.
     """
-    from pallas_kernels.decode_blocks import BLOCKS, ROWS, WEIGHTS
+    from pallas_kernels.decode_blocks import BLOCKS
+    from pallas_kernels.decode_words import ROWS, WEIGHTS
 
     if not _can_be_tiled(weight):
         return weight
@@ -140,7 +141,8 @@ def tiled(
 
 
 def _can_be_tiled(weight: Packed) -> bool:
-    from pallas_kernels.decode_blocks import BLOCKS, ROWS, WEIGHTS
+    from pallas_kernels.decode_blocks import BLOCKS
+    from pallas_kernels.decode_words import ROWS, WEIGHTS
 
     rows, k = weight.shape
     return not rows % ROWS and not k % WEIGHTS and all(name in BLOCKS for name in weight.formats)
