@@ -25,6 +25,11 @@ _SMALLEST = 2.0**24
 """How many of the smallest float16 make 1."""
 
 
+def _words_of(numbers: np.ndarray) -> list[int]:
+    """Returns eight bytes as two words."""
+    return numbers.astype(np.uint8).view(np.uint32).tolist()
+
+
 class SignedBlock:
     """Blocks of a table format whose values are eight magnitudes below 128 and their negatives.
 
@@ -33,7 +38,7 @@ class SignedBlock:
     below the smallest exponent: nothing is in excess, so there are no offsets to take off.
 
     Words: nibbles [4 pairs of runs][32 lanes][2 runs][rows g, g + 8]; the index of a magnitude is
-    at bit 16 s + 8 e + 4 o, its sign at 8 (2 e + o) + 7 for s = 0, at 8 (2 e + o) + 3 for s = 1:
+    at bit 16 e + 8 s + 4 o, its sign at 8 (2 s + o) + 7 for e = 0, at 8 (2 s + o) + 3 for e = 1:
     where one mask makes bytes of signs. Then scales.
     """
 
@@ -54,8 +59,10 @@ class SignedBlock:
         self.mirrored = low[::-1] == negative
         if (not self.mirrored and low != negative) or max(map(abs, high)) > 127:
             raise ValueError(f"{packed_format.values} are no eight magnitudes with both signs")
-        magnitudes = bytes(abs(value) for value in high)
-        self.table: list[int] = np.frombuffer(magnitudes, np.uint32).tolist()
+        magnitudes = np.array(list(map(abs, high)))
+        self.table = _words_of(magnitudes)
+        # For activations that are divided by 16, where a byte holds 16 times as much.
+        self.raised = _words_of(16 * magnitudes) if magnitudes.max() < 16 else None
         self.scales_at = 2048
         self.words = (self.scales_at + scales.num_bytes) // 4
 
@@ -65,8 +72,8 @@ class SignedBlock:
         signs = 1 - (codes >> 3) if self.mirrored else codes >> 3
         indices = (codes & 7) ^ (7 * signs) if self.mirrored else codes & 7
         half, e, o = np.ogrid[0:2, 0:2, 0:2]
-        nibbles = pack_words(indices, NIBBLE_AXES, 16 * half + 8 * e + 4 * o)
-        nibbles |= pack_words(signs, NIBBLE_AXES, 8 * (2 * e + o) + 7 - 4 * half)
+        nibbles = pack_words(indices, NIBBLE_AXES, 16 * e + 8 * half + 4 * o)
+        nibbles |= pack_words(signs, NIBBLE_AXES, 8 * (2 * half + o) + 7 - 4 * e)
         return join_words([nibbles, *self.scales.tile(planes)])
 
     def load(self, isa, address, lane) -> list[Any]:
@@ -74,15 +81,25 @@ class SignedBlock:
         scales = self.scales.load(isa, address, lane, self.scales_at)
         return [load_nibbles(isa, address, lane), scales]
 
-    def pairs(self, isa, word) -> list[Any]:
-        """Returns float16 pairs of eight nibbles, [half][e]: values times 2^-24."""
-        low, high = (isa.Word(value) for value in self.table)
-        index, pairs = word & 0x77777777, []
-        for half in (0, 1):
-            magnitudes = isa.permute_bytes(low, high, index >> 16 if half else index)
-            signs = (word << 4 if half else word) & 0x80808080
-            pairs += [isa.permute_bytes(magnitudes, signs, by) for by in (0x5140, 0x7362)]
-        return pairs
+    def pairs(self, isa, word, *, raised: bool) -> list[Any]:
+        """Returns float16 pairs of eight nibbles, [half][e]: values times 2^-24.
+
+        Args:
+          isa: `ptx`, or a model of it.
+          word: the nibbles.
+          raised: whether those of e = 1 are to be 16 times as large.
+        """
+        index, found = word & 0x77777777, []
+        for e in (0, 1):
+            table = self.raised if e and raised and self.raised else self.table
+            low, high = (isa.Word(value) for value in table)
+            magnitudes = isa.permute_bytes(low, high, index >> 16 if e else index)
+            signs = (word << 4 if e else word) & 0x80808080
+            pairs = [isa.permute_bytes(magnitudes, signs, half) for half in (0x5140, 0x7362)]
+            if e and raised and not self.raised:
+                pairs = [isa.multiply_halves(pair, _SIXTEEN) for pair in pairs]
+            found.append(pairs)
+        return [pairs[half] for half in (0, 1) for pairs in found]
 
     def product(self, isa, loaded, operand: Operand, totals: list[list[Any]]) -> list[list[Any]]:
         """Returns the totals with this block's part; see `Block`."""
@@ -91,12 +108,7 @@ class SignedBlock:
         sums, halves = [zero for _ in tiles], 32 // self.scales.group
         for run in range(8):
             words = nibbles[run // 2][2 * (run % 2) :][:2]
-            rows = [self.pairs(isa, word) for word in words]
-            a, b = (
-                # The activations that meet these are divided by 16.
-                [isa.multiply_halves(pair, _SIXTEEN) if i % 2 else pair for i, pair in enumerate(p)]
-                for p in rows
-            )
+            a, b = (self.pairs(isa, word, raised=True) for word in words)
             fragments = [operand.fragments(run, tile) for tile in tiles]
             values = [zero for _ in tiles]
             for half in (0, 1):

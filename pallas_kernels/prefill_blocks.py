@@ -257,7 +257,7 @@ class _DenseSigned:
         numbers, rows = self.block.scales, []
         for row, word in enumerate(_codes(isa, address, lane, run)):
             made = []
-            for i, pair in enumerate(self.block.pairs(isa, word)):
+            for i, pair in enumerate(self.block.pairs(isa, word, raised=False)):
                 index = run if numbers.group == 32 else 2 * run + i // 2
                 scale = _doubled(isa, numbers.of_group(isa, loaded, row, index) * d[row])
                 # A value is 2^24 times what it is as a pair, more than a float16 holds.
