@@ -31,7 +31,7 @@ from bench.head import CASES as HEAD_CASES  # noqa: E402
 from bench.head import HeadCase, head_operands, head_program  # noqa: E402
 from bench.inputs import CASES as INPUTS_CASES  # noqa: E402
 from bench.inputs import InputsCase, make_inputs, run_inputs  # noqa: E402
-from bench.kernels import CASES, Case  # noqa: E402
+from bench.kernels import CASES, FORMAT_CASES, Case  # noqa: E402
 from bench.prefill_products import CASES as PREFILL_CASES  # noqa: E402
 from bench.prefill_products import PrefillCase, prefill_program  # noqa: E402
 from openjet_jax.described import card_of, sharding_on  # noqa: E402
@@ -266,7 +266,7 @@ def main() -> None:
     """Prints a line for every kernel."""
     sharding = sharding_on(card_of("h200"))
     products = itertools.chain(
-        (compile_product(case, sharding) for case in CASES),
+        (compile_product(case, sharding) for case in CASES + FORMAT_CASES),
         (compile_inputs(case, sharding) for case in INPUTS_CASES),
         (compile_head(case, sharding) for case in HEAD_CASES),
         (compile_prefill(case, sharding) for case in PREFILL_CASES),

@@ -1,8 +1,8 @@
 """Decode products on a card: right first, then their time and share of the read bandwidth.
 
-`python -m bench.kernels [--out DIR] [--sweep] [--only NAME ...]` writes `products.json` and, unless
-it sweeps, the figures. Weights are rotated over enough layers that the cache serves none; times are
-CUPTI's, of the kernel alone, with command buffers off:
+`python -m bench.kernels [--out DIR] [--sweep] [--formats] [--only NAME ...]` writes `products.json`
+and, unless it sweeps, the figures. Weights are rotated over enough layers that the cache serves
+none; times are CUPTI's, of the kernel alone, with command buffers off:
 `XLA_FLAGS=--xla_gpu_enable_command_buffer=`.
 """
 
@@ -78,6 +78,26 @@ CASES = [
     _gate_up("q4k_gate_up_16_rows", "q4_k", None, None, rows=16),
 ]
 
+FORMAT_CASES = [
+    _gate_up(name, block, None, None)
+    for name, block in (
+        ("q4_0_gate_up", "q4_0"),
+        ("q4_1_gate_up", "q4_1"),
+        ("q5_1_gate_up", "q5_1"),
+        ("q2k_gate_up", "q2_k"),
+        ("q3k_gate_up", "q3_k"),
+        ("iq4nl_gate_up", "iq4_nl"),
+        ("iq4xs_gate_up", "iq4_xs"),
+        ("iq3s_gate_up", "iq3_s"),
+        ("iq3xxs_gate_up", "iq3_xxs"),
+        ("iq2_gate_up", "iq2"),
+        ("iq1_gate_up", "iq1"),
+        ("mxfp4_gate_up", "mxfp4"),
+        ("nvfp4_gate_up", "nvfp4"),
+    )
+]
+"""The other formats: measured with `--formats`, or by name."""
+
 
 def variants(k: int) -> list[Tiles]:
     """Returns cuts worth trying beside the default: parts of K where it is long."""
@@ -102,7 +122,7 @@ def make_planes(block, outputs: int, k: int, layer: jax.Array) -> dict[str, jax.
     planes, key = {}, jax.random.fold_in(jax.random.key(7), layer)
     for i, (name, spec) in enumerate(block.format.plane_specs(outputs, k).items()):
         key_of_plane = jax.random.fold_in(key, i)
-        if spec.dtype == np.float16:
+        if jnp.issubdtype(spec.dtype, jnp.floating):
             size = 1e-3 if name == "dmin" else 1e-4
             planes[name] = (size * jax.random.normal(key_of_plane, spec.shape)).astype(spec.dtype)
         else:
@@ -230,7 +250,7 @@ def _measure_cut(case, block, weights, tiles, layers, layer_bytes, roof) -> dict
 
 def figures(rows: list[dict]) -> list[Figure]:
     """Returns the figures of measured rows, those of wrong products left out."""
-    cases = {case.name: case for case in CASES}
+    cases = {case.name: case for case in CASES + FORMAT_CASES}
     return [
         Figure(
             name=row["name"],
@@ -262,13 +282,14 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--sweep", action="store_true", help="all cuts, not the default alone")
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--formats", action="store_true", help="the other formats too")
     parser.add_argument("--seconds", type=float, default=240, help="stop a sweep after this long")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
     roof = read_bandwidth()
     print("roof", roof, flush=True)
     rows = []
-    for case in CASES:
+    for case in CASES + (FORMAT_CASES if arguments.formats or arguments.only else []):
         if arguments.only and case.name not in arguments.only:
             continue
         cuts = [default_tiles(BLOCKS[case.block], case.outputs, case.k, case.rows)]

@@ -6,7 +6,7 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from bench.kernels import CASES, inputs, make_tiles
+from bench.kernels import CASES, FORMAT_CASES, inputs, make_tiles
 from pallas_kernels.decode_activations import prepare
 from pallas_kernels.decode_blocks import BLOCKS
 from pallas_kernels.decode_cuts import Tiles, default_tiles
@@ -15,7 +15,7 @@ from pallas_kernels.decode_product import decode_product
 
 def main(name: str, text: str = "{}") -> None:
     """Runs the product over three layers, twice."""
-    case = next(c for c in CASES if c.name == name)
+    case = next(c for c in CASES + FORMAT_CASES if c.name == name)
     block, changes = BLOCKS[case.block], ast.literal_eval(text)
     tiles = Tiles(**changes) if changes else default_tiles(block, case.outputs, case.k, case.rows)
     weights = jnp.stack([make_tiles(block, case.outputs, case.k, jnp.int32(i)) for i in range(3)])

@@ -242,7 +242,8 @@ def workspace_bytes(
 
 def _has_kernel(tensor: TensorEntry) -> bool:
     """Whether a kernel reads a tensor, as `tiling.tiled` decides."""
-    from pallas_kernels.decode_blocks import BLOCKS, ROWS, WEIGHTS
+    from pallas_kernels.decode_blocks import BLOCKS
+    from pallas_kernels.decode_words import ROWS, WEIGHTS
 
     whole = not tensor.shape[0] % ROWS and not tensor.shape[-1] % WEIGHTS
     return tensor.format in BLOCKS and whole

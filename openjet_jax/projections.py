@@ -219,10 +219,11 @@ def _decode(
 
     Where the layer is known when compiling, weights are fetched before the kernel before has ended.
     """
-    from pallas_kernels.decode_blocks import BLOCKS, WEIGHTS
+    from pallas_kernels.decode_blocks import BLOCKS
     from pallas_kernels.decode_cuts import default_tiles
     from pallas_kernels.decode_inputs import decode_inputs
     from pallas_kernels.decode_product import decode_product
+    from pallas_kernels.decode_words import WEIGHTS
 
     block, padded = BLOCKS[name], 8 if x.count <= 8 else 16
     activations = next((made for made in x.prepared if made.operand == block.operand), None)

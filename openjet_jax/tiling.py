@@ -141,7 +141,8 @@ def _read(tree: Any, placing: Placing | None) -> Any:
 
 
 def _can_be_tiled(weight: Packed) -> bool:
-    from pallas_kernels.decode_blocks import BLOCKS, ROWS, WEIGHTS
+    from pallas_kernels.decode_blocks import BLOCKS
+    from pallas_kernels.decode_words import ROWS, WEIGHTS
 
     rows, k = weight.shape
     return not rows % ROWS and not k % WEIGHTS and all(name in BLOCKS for name in weight.formats)
@@ -158,7 +159,8 @@ def _one_matrix(
       keep: `id` of arrays that are not freed; None frees none.
       placing: see `tiled_weights`.
     """
-    from pallas_kernels.decode_blocks import BLOCKS, ROWS, WEIGHTS
+    from pallas_kernels.decode_blocks import BLOCKS
+    from pallas_kernels.decode_words import ROWS, WEIGHTS
 
     placing = placing or Placing()
     first, rows = projections[0], tuple(projection.shape[0] for projection in projections)
@@ -200,7 +202,7 @@ def _layer(parts: list[Planes], layer: int, placing: Placing) -> tuple[list[Plan
 
 def _rows_at_once(rows: tuple[int, ...], k: int, paired: bool) -> int | None:
     """Returns how many rows of each projection are tiled at once; None for all."""
-    from pallas_kernels.decode_blocks import ROWS
+    from pallas_kernels.decode_words import ROWS
 
     if sum(rows) * k <= PIECE_VALUES or (len(rows) > 1 and not paired):
         return None

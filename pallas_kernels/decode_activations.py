@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.decode_blocks import WEIGHTS, Block
+from pallas_kernels.decode_words import WEIGHTS, Block
 
 _RUN = 32
 
@@ -21,7 +21,7 @@ class Activations:
     Attributes:
       blocks: uint32 [K / 256, words]: for each run of 32, row and quad lane t, the eight float16
         of elements 4t..4t+3 and 16+4t..16+4t+3, elements 2 and 3 of each four divided by 16 (see
-        `decode_blocks`); then fragments of the block's offsets [R / 8, 32 lanes, 2 or 4]; then,
+        `decode_words`); then fragments of the block's offsets [R / 8, 32 lanes, 2 or 4]; then,
         for blocks with mins, of the sums over runs [R / 8, 32 lanes, 2]. Offsets and sums are
         pairs of float16, high and low parts.
       scales: float32 [R].

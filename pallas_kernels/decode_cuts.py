@@ -5,7 +5,7 @@ import itertools
 from typing import Literal
 
 from pallas_kernels.decode_activations import Activations, operand_words
-from pallas_kernels.decode_blocks import ROWS, WEIGHTS, Block
+from pallas_kernels.decode_words import ROWS, WEIGHTS, Block
 
 type Epilogue = Literal["none", "silu_gate"]
 

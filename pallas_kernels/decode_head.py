@@ -16,9 +16,9 @@ import numpy as np
 
 from pallas_kernels import ptx
 from pallas_kernels.decode_activations import Activations
-from pallas_kernels.decode_blocks import ROWS, Block
 from pallas_kernels.decode_cuts import Cut, Tiles
 from pallas_kernels.decode_product import Outputs, launch
+from pallas_kernels.decode_words import ROWS, Block
 
 PREFIX = 8
 """Drafted tokens that a row's prefix may hold, at most."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import ptx
 from pallas_kernels.decode_activations import Activations, operand_words, prepare
-from pallas_kernels.decode_blocks import WEIGHTS, Block
+from pallas_kernels.decode_words import WEIGHTS, Block
 from pallas_kernels.lane_kernel import lane_kernel
 
 _MOST_WARPS = 32

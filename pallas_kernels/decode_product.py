@@ -17,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx
 from pallas_kernels.decode_activations import Activations
-from pallas_kernels.decode_blocks import ROWS, Block
 from pallas_kernels.decode_cuts import STAGE_BLOCKS, Cut, Epilogue, Tiles
+from pallas_kernels.decode_words import ROWS, Block
 
 
 @functools.partial(jax.jit, static_argnames=("block", "tiles", "epilogue", "first"))

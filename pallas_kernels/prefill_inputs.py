@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import ptx
-from pallas_kernels.decode_blocks import WEIGHTS
 from pallas_kernels.decode_inputs import over_row, power_of_two
+from pallas_kernels.decode_words import WEIGHTS
 from pallas_kernels.lane_kernel import lane_kernel
 from pallas_kernels.prefill_product import SLICE, PrefillActivations, prefill_tile
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ptx
-from pallas_kernels.decode_blocks import ROWS, WEIGHTS, Block
 from pallas_kernels.decode_cuts import Epilogue
+from pallas_kernels.decode_words import ROWS, WEIGHTS, Block
 from pallas_kernels.lane_kernel import lane_kernel
 from pallas_kernels.prefill_blocks import DENSE_BLOCKS, WEIGHT_SCALE
 
@@ -37,7 +37,7 @@ class PrefillActivations:
 
     Attributes:
       tiles: uint32 [R / tile, K / 64, tile * 32]: an image of shared memory (`ptx.descriptor`). In
-        every 16 elements, 4t + 2e + o stands at 8e + 2t + o, as in fragments of `decode_blocks`.
+        every 16 elements, 4t + 2e + o stands at 8e + 2t + o, as in fragments of `decode_words`.
       scales: float32 [R], the divisors.
     """
 

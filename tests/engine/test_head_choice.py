@@ -27,7 +27,7 @@ from openjet_jax.settings import Sampling, SamplingKind
 from openjet_jax.tiling import tiled
 from openjet_jax.weights import Packed, Tiled
 from pallas_kernels import decode_head, decode_inputs, decode_product
-from pallas_kernels.matmul_q6 import Q6_K
+from pallas_kernels.formats import FORMATS
 
 VOCAB, USED, K = 1056, 1050, 256
 DRAFTS = jnp.asarray([5, 9, 5, 1000, 3, 2, 1], jnp.int32)
@@ -61,15 +61,15 @@ def kernels(monkeypatch):
     monkeypatch.setattr(decode_head, "decode_head", choosing)
 
 
-@pytest.fixture(scope="module")
-def head():
+@pytest.fixture(scope="module", params=["q6_k", "iq4_xs"])
+def head(request):
     rng, planes = np.random.default_rng(0), {}
-    for name, spec in Q6_K.plane_specs(VOCAB, K).items():
+    for name, spec in FORMATS[request.param].plane_specs(VOCAB, K).items():
         values = rng.integers(0, 256, spec.shape).astype(np.uint8)
         if spec.dtype == np.float16:
             values = rng.normal(0, 2e-4, spec.shape).astype(np.float16)
         planes[name] = jnp.asarray(values.view(spec.dtype))[None]
-    packed = Packed(stacks=(planes,), formats=("q6_k",), table=((0, 0),), shape=(VOCAB, K))
+    packed = Packed(stacks=(planes,), formats=(request.param,), table=((0, 0),), shape=(VOCAB, K))
     return tiles_of(packed)
 
 

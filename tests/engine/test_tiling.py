@@ -48,14 +48,14 @@ def kernel(monkeypatch):
     monkeypatch.setattr(decode_inputs, "decode_inputs", decode_inputs.decode_inputs_reference)
 
 
-def packed(rows, *formats, seed=0):
+def packed(rows, *formats, seed=0, k=K):
     """Returns a random projection with these formats of its layers."""
     rng, stacks, names = np.random.default_rng(seed), [], list(dict.fromkeys(formats))
     for name in names:
         planes = {}
-        for plane, spec in FORMATS[name].plane_specs(rows, K).items():
+        for plane, spec in FORMATS[name].plane_specs(rows, k).items():
             shape = (formats.count(name), *spec.shape)
-            if np.issubdtype(spec.dtype, np.floating):
+            if jnp.issubdtype(spec.dtype, jnp.floating):
                 values = rng.normal(0, 1e-2, shape).astype(spec.dtype)
             else:
                 limit = 64 if plane in ("scales", "mins") else 256
@@ -63,7 +63,7 @@ def packed(rows, *formats, seed=0):
             planes[plane] = jnp.asarray(values)
         stacks.append(planes)
     table = tuple((names.index(name), formats[:i].count(name)) for i, name in enumerate(formats))
-    return Packed(stacks=tuple(stacks), formats=tuple(names), table=table, shape=(rows, K))
+    return Packed(stacks=tuple(stacks), formats=tuple(names), table=table, shape=(rows, k))
 
 
 def apart(weight):
@@ -185,7 +185,26 @@ def test_tiled_projections_alone_are_as_before():
     assert relative_rms(project(rows(), tiled, 1), project(rows(), weight, 1)) < 1e-3
 
 
-@pytest.mark.parametrize("second", ["q5_k", "q6_k"])
+def test_every_format_but_dense_ones_has_a_kind_of_block():
+    assert FORMATS.keys() - BLOCKS.keys() == {"f32", "f16", "bf16"}
+
+
+@pytest.mark.parametrize("names", [("q4_0", "q4_1"), ("iq4_xs", "q5_k"), ("mxfp4", "q2_k")])
+def test_layers_of_any_packed_formats_are_multiplied_by_the_kernels(names):
+    weight = packed(32, *names)
+    tiled = apart(weight)
+    assert isinstance(tiled, Tiled) and tiled.formats == names
+    for layer in range(LAYERS):
+        assert relative_rms(project(rows(), tiled, layer), project(rows(), weight, layer)) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q4_0", "q4_1", "q5_1", "iq4_nl", "mxfp4", "nvfp4"])
+def test_rows_that_are_no_whole_blocks_stay_packed(name):
+    for weight in (packed(32, name, k=288), packed(24, name)):
+        assert isinstance(apart(weight), Packed)
+
+
+@pytest.mark.parametrize("second", ["q5_k", "q6_k", "q4_0", "iq4_xs"])
 def test_rows_prepared_once_give_what_rows_prepared_for_each_product_do(second):
     first, other = apart(packed(32, "q4_k", "q4_k")), apart(packed(16, second, second))
     x, added = rows(), rows(6) / 1000

@@ -22,7 +22,7 @@ from pallas_kernels.decode_head import (
 )
 from pallas_kernels.decode_product import decode_product
 from tests.kernels.block_model import Threads
-from tests.kernels.test_decode_product import _random_planes
+from tests.kernels.warp_model import random_planes
 
 WORKERS = 5
 
@@ -128,22 +128,26 @@ def test_rows_without_a_choice_and_rows_with_a_nan():
     assert np.all(np.asarray(got.value[6:]) == -np.inf)
 
 
-def _arguments(rows=8, k=512, columns=1040, kind="plain"):
-    block = BLOCKS["q6_k"]
+def _arguments(rows=8, k=512, columns=1040, kind="plain", name="q6_k"):
+    block = BLOCKS[name]
     x = jax.random.normal(jax.random.key(0), (rows, k))
-    planes = jax.tree.map(jnp.asarray, _random_planes(block, columns, k))
+    planes = jax.tree.map(jnp.asarray, random_planes(block, columns, k, size=1e-3))
     words, layer = block.tile(planes)[None], jnp.zeros((1,), jnp.int32)
     tiles = default_tiles(block, columns, k, rows)
     return (prepare(x, block), words, layer, block, tiles), operands_of(rows, columns, kind)
 
 
 @pytest.mark.parametrize("candidates", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "adjusted masked"])
-def test_a_head_lowers_for_a_gpu_on_a_host_without_one(kind, candidates):
-    (x, words, layer, block, tiles), operands = _arguments(kind=kind)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("q6_k", "plain"), ("q6_k", "adjusted masked"), ("q4_0", "plain"), ("iq4_xs", "adjusted")],
+)
+def test_a_head_lowers_for_a_gpu_on_a_host_without_one(name, kind, candidates):
+    (x, words, layer, block, tiles), operands = _arguments(kind=kind, name=name)
     run = functools.partial(decode_head, block=block, tiles=tiles, used=1000, candidates=candidates)
     traced = jax.jit(run).trace(x, words, layer, operands=operands)
-    assert "decode_product_q6_k_kernel" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert f"decode_product_{name}_kernel" in text
 
 
 def test_a_choice_from_parts_of_sums_is_refused():
@@ -155,9 +159,17 @@ def test_a_choice_from_parts_of_sums_is_refused():
 @pytest.mark.gpu
 @pytest.mark.parametrize("candidates", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "k", "columns"), [(8, 5120, 20480), (16, 512, 1040)])
-def test_a_choice_on_the_card_is_that_of_the_product(rows, k, columns, kind, candidates):
-    (x, words, layer, block, tiles), operands = _arguments(rows, k, columns, kind)
+@pytest.mark.parametrize(
+    ("name", "rows", "k", "columns"),
+    [
+        ("q6_k", 8, 5120, 20480),
+        ("q6_k", 16, 512, 1040),
+        ("q4_0", 16, 512, 1040),
+        ("iq4_xs", 8, 512, 1040),
+    ],
+)
+def test_a_choice_on_the_card_is_that_of_the_product(name, rows, k, columns, kind, candidates):
+    (x, words, layer, block, tiles), operands = _arguments(rows, k, columns, kind, name)
     logits = jax.jit(lambda: decode_product(x, words, layer, block, tiles))()
     limits = dict(used=columns - 40, candidates=candidates)
     run = jax.jit(functools.partial(decode_head, block=block, tiles=tiles, **limits))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.decode_activations import operand_words
-from pallas_kernels.decode_blocks import BLOCKS, Block
+from pallas_kernels.decode_blocks import BLOCKS
 from pallas_kernels.decode_inputs import (
     Inputs,
     _Plan,
@@ -16,6 +16,7 @@ from pallas_kernels.decode_inputs import (
     decode_inputs_reference,
     run_row,
 )
+from pallas_kernels.decode_words import Block
 from tests.kernels.block_model import Threads
 
 KINDS = {block.operand: block for block in BLOCKS.values()}

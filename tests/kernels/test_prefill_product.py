@@ -21,8 +21,8 @@ from pallas_kernels.prefill_product import (
     prefill_product,
 )
 from tests.kernels.block_model import Threads
-from tests.kernels.test_decode_product import _random_planes
-from tests.kernels.warp_model import Instructions
+from tests.kernels.test_decode_product import MEASURED
+from tests.kernels.warp_model import Instructions, random_planes
 
 
 class Warpgroup(Threads):
@@ -43,6 +43,7 @@ class Warpgroup(Threads):
     merge = staticmethod(Instructions.merge)
     add_halves = staticmethod(Instructions.add_halves)
     byte_to_float = staticmethod(Instructions.byte_to_float)
+    bfloat_to_float = staticmethod(Instructions.bfloat_to_float)
 
     @staticmethod
     def multiply_add_halves(a, b, c):
@@ -178,7 +179,7 @@ def modelled(block, words, x, epilogue="none", tiles=None) -> np.ndarray:
 
 def _case(name, outputs, k, rows, seed=0):
     block = BLOCKS[name]
-    planes = _random_planes(block, outputs, k)
+    planes = random_planes(block, outputs, k, size=1e-3)
     x = np.random.default_rng(seed).normal(size=(rows, k)).astype(np.float32)
     x[:, [3, 200]] *= 1000
     x[1] *= 1e5
@@ -225,7 +226,10 @@ def _operands(block, rows=300, k=512, outputs=144):
     return x, weights, jax.ShapeDtypeStruct((1,), jnp.int32)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("q4_k", 300), ("q6_k", 64), ("q8_0", 2048)])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("q4_k", 300), ("q6_k", 64), ("q8_0", 2048), ("iq4_xs", 300), ("q4_0", 64), ("nvfp4", 64)],
+)
 def test_a_product_lowers_for_a_gpu_on_a_host_without_one(name, rows):
     run = functools.partial(prefill_product, block=BLOCKS[name])
     operands = _operands(BLOCKS[name], rows)
@@ -259,14 +263,25 @@ def test_every_kind_of_block_has_dense_weights():
     assert DENSE_BLOCKS.keys() == BLOCKS.keys()
 
 
+SIZES = [(512, 5120), (1040, 17408), (144, 256)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("outliers", [False, True])
-@pytest.mark.parametrize("rows", [8, 64, 100, 300, 2048])
-@pytest.mark.parametrize("outputs_and_k", [(512, 5120), (1040, 17408), (144, 256)])
-@pytest.mark.parametrize("name", BLOCKS)
-def test_a_product_is_right_and_its_rows_stand_alone(name, outputs_and_k, rows, outliers):
-    block, (outputs, k) = BLOCKS[name], outputs_and_k
-    planes = jax.tree.map(jnp.asarray, _random_planes(block, outputs, k))
+@pytest.mark.parametrize(
+    ("name", "outputs", "k", "rows"),
+    [
+        (name, *size, rows)
+        for name in BLOCKS
+        for size in SIZES
+        for rows in (8, 64, 100, 300, 2048)
+        # A part alone of what the figures do not name, which keeps the sweep short.
+        if name in MEASURED or (size, rows) in ((SIZES[0], 300), (SIZES[2], 64))
+    ],
+)
+def test_a_product_is_right_and_its_rows_stand_alone(name, outputs, k, rows, outliers):
+    block = BLOCKS[name]
+    planes = jax.tree.map(jnp.asarray, random_planes(block, outputs, k, size=1e-3))
     words = jnp.stack([jnp.zeros_like(block.tile(planes)), block.tile(planes)])
     layer = jnp.ones((1,), jnp.int32)
     run = jax.jit(lambda x: prefill_product(prefill_activations(x), words, layer, block))
@@ -284,7 +299,7 @@ def test_a_product_is_right_and_its_rows_stand_alone(name, outputs_and_k, rows, 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_gates_and_left_out_rows_on_the_card(name):
     block = BLOCKS[name]
-    planes = jax.tree.map(jnp.asarray, _random_planes(block, 528, 1024))
+    planes = jax.tree.map(jnp.asarray, random_planes(block, 528, 1024, size=1e-3))
     words, layer = block.tile(planes)[None], jnp.zeros((1,), jnp.int32)
     x = jax.random.normal(jax.random.key(0), (600, 1024))
     prepared = jax.jit(prefill_activations)(x)

@@ -24,13 +24,18 @@ class Instructions(Memory):
     Float = staticmethod(Float)
 
     @staticmethod
+    def Word(value):  # noqa: N802 (the name of the instruction set's type)
+        return np.full(32, value, np.uint32)
+
+    @staticmethod
     def fma(a, b, c):
         return (a.astype(np.float64) * b + c).astype(np.float32)
 
     @staticmethod
     def permute_bytes(low, high, selector):
         both = low.astype(np.uint64) | (np.asarray(high).astype(np.uint64) << np.uint64(32))
-        result, selector = np.zeros(low.shape, np.uint64), np.asarray(selector, np.uint64)
+        selector = np.asarray(selector, np.uint64)
+        result = np.zeros(np.broadcast_shapes(both.shape, selector.shape), np.uint64)
         for i in range(4):
             index = selector >> np.uint64(4 * i) & np.uint64(7)
             byte = (both >> (np.uint64(8) * index)) & np.uint64(255)
@@ -47,8 +52,18 @@ class Instructions(Memory):
         return (a.view(np.float16) + b.view(np.float16)).view(np.uint32)
 
     @staticmethod
+    def multiply_halves(a, b):
+        b = np.broadcast_to(np.asarray(b, np.uint32), a.shape).copy()
+        return (a.view(np.float16) * b.view(np.float16)).view(np.uint32)
+
+    @staticmethod
     def half_to_float(word, high):
         return word.view(np.float16)[int(high) :: 2].astype(np.float32)
+
+    @staticmethod
+    def bfloat_to_float(pair, high):
+        word = pair & np.uint32(0xFFFF0000) if high else pair << np.uint32(16)
+        return word.view(np.float32)
 
     @staticmethod
     def byte_to_float(word, index, signed=False):
@@ -71,6 +86,18 @@ class Instructions(Memory):
         return [
             (product[g + 8 * (i // 2), 2 * t + i % 2] + c[i]).astype(np.float32) for i in range(4)
         ]
+
+
+def random_planes(block, rows: int, k: int, *, seed: int = 2, size: float = 1e-2) -> dict:
+    """Returns planes of random codes and scales; floats are normal, times `size`."""
+    rng, planes = np.random.default_rng(seed), {}
+    for name, spec in block.format.plane_specs(rows, k).items():
+        if jnp.issubdtype(spec.dtype, jnp.floating):
+            planes[name] = rng.normal(0, size, spec.shape).astype(spec.dtype)
+        else:
+            limit = 64 if name in ("scales", "mins") and spec.dtype == np.uint8 else 256
+            planes[name] = rng.integers(0, limit, spec.shape, np.uint8).view(spec.dtype)
+    return planes
 
 
 class Operand:
