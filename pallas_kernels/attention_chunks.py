@@ -123,7 +123,6 @@ def num_chunks(isa, cut: Cut, count):
 
 
 def merge(
-    name: str,
     cut: Cut,
     sums: Float[Array, "chunks heads rows width"],
     stats: Float[Array, "chunks heads rows 2"],
@@ -134,7 +133,6 @@ def merge(
     """Returns gated attention over all chunks: a kernel adds those of each row.
 
     Args:
-      name: of the kernel.
       cut: sizes.
       sums: of every chunk: values times weights, the largest of which is 1.
       stats: largest score and sum of the weights of each row and chunk.
@@ -145,7 +143,7 @@ def merge(
     return lane_kernel(
         functools.partial(merge_kernel, ptx, cut, gate_columns or (cut.heads * WIDTH, 0, WIDTH)),
         jax.ShapeDtypeStruct((ROWS, cut.heads, WIDTH), jnp.float32),
-        name=name,
+        name="attn_decode_merge_kernel",
         grid=cut.heads * ROWS,
         warpgroups=MERGERS,
         shared=[merge_shared_bytes()],

@@ -143,7 +143,7 @@ def attn_decode(
         shared=plan.shared_bytes,
         follows=True,
     )(q, *jax.tree.leaves((k, v)), counts, jnp.reshape(layer, 1), jnp.reshape(end, 1))
-    return merge("attn_decode_merge_kernel", plan, sums, stats, gate, counts, gate_columns)
+    return merge(plan, sums, stats, gate, counts, gate_columns)
 
 
 class Block:
