@@ -22,18 +22,16 @@ from bench.summary import RESULTS, Figure, record
 from bench.timing import kernel_times_us, wall_time_us
 from pallas_kernels import ptx
 from pallas_kernels.attention import BLOCK, attention_reference
+from pallas_kernels.attention_chunks import ROWS
 from pallas_kernels.attention_decode import attn_decode
+from pallas_kernels.attention_panels import WIDTH
 from pallas_kernels.attention_prefill import attn_prefill
-from pallas_kernels.attention_tiles import ROWS, WIDTH
-from pallas_kernels.attention_wide import attn_wide
 from pallas_kernels.cached_rows import Q8_0, empty, like
 
 LAYERS, HEADS, KV_HEADS, LIVE = 16, 24, 4, 5
-LIMIT = 2e-3
-"""Largest relative RMS error against float32 over the same keys and values."""
-
-Q8_WGMMA_LIMIT = 2.5e-3
-"""The same where values in q8_0 are rounded to bfloat16 once more, on their way to wgmma."""
+LIMITS = {"bfloat16": 2e-3, Q8_0: 2.5e-3}
+"""Largest relative RMS errors against float32 over the same keys and values: values in q8_0 are
+rounded to bfloat16 once more on their way to the tensor cores."""
 
 _TORCH_CALLS = 5
 
@@ -48,34 +46,23 @@ class Case:
     Attributes:
       name: of its figure.
       length: positions, those of the rows included.
-      must, aim: percent of the read bandwidth, or microseconds a layer where `in_us`; None for a
-        case without bounds.
+      must, aim: percent of the read bandwidth, or microseconds a layer where `in_us`.
       in_us: whether the figure is a time.
       kind: format of the cache.
-      wide: whether `attn_wide` runs, and not `attn_decode`.
     """
 
     name: str
     length: int
-    must: float | None = None
-    aim: float | None = None
+    must: float
+    aim: float
     in_us: bool = False
     kind: str = "bfloat16"
-    wide: bool = False
-
-    @property
-    def limit(self) -> float:
-        """Largest relative RMS error."""
-        return Q8_WGMMA_LIMIT if self.wide and self.kind == Q8_0 else LIMIT
 
 
 CASES = [
     Case(name="attn_decode_1k", length=1024, must=12, aim=6, in_us=True),
     Case(name="attn_decode_32k_bf16", length=32768, must=55, aim=80),
     Case(name="attn_decode_32k_q8", length=32768, must=50, aim=75, kind=Q8_0),
-    Case(name="attn_wide_1k", length=1024, in_us=True, wide=True),
-    Case(name="attn_wide_32k_bf16", length=32768, wide=True),
-    Case(name="attn_wide_32k_q8", length=32768, kind=Q8_0, wide=True),
 ]
 
 
@@ -164,19 +151,18 @@ def measure(case: Case, bandwidth: float) -> dict:
     q, k, v, gate, positions, end = operands(case.length, LAYERS, case.kind)
     layer = jnp.int32(LAYERS - 1)
     at = layer, positions, end, gate
-    run, name = (attn_wide, "attn_wide") if case.wide else (attn_decode, "attn_decode")
-    out = np.asarray(jax.jit(run)(q, k, v, *at), np.float64)
+    out = np.asarray(attn_decode(q, k, v, *at), np.float64)
     want = np.asarray(jax.jit(_reference)(q, k, v, *at), np.float64)
     error = float(np.sqrt(np.mean((out - want) ** 2) / np.mean(want**2)))
-    layers, arguments = _all_layers(run), (q, k, v, gate, positions, end)
-    times = kernel_times_us(layers, *arguments, name=name, per_call=LAYERS)
-    merges = kernel_times_us(layers, *arguments, name=f"{name}_merge", per_call=LAYERS)
+    layers, arguments = _all_layers(attn_decode), (q, k, v, gate, positions, end)
+    times = kernel_times_us(layers, *arguments, name="attn_decode", per_call=LAYERS)
+    merges = kernel_times_us(layers, *arguments, name="attn_decode_merge", per_call=LAYERS)
     peer = kernel_times_us(_all_layers(_reference), *arguments, name="", per_call=LAYERS)
     us, num_bytes = float(np.median(times)), _read_bytes(k, v, case.length)
     return dict(
         name=case.name,
         error=error,
-        right=error < case.limit,
+        right=error < LIMITS[case.kind],
         us=us,
         merge_us=float(np.median(merges)),
         gb_s=num_bytes / us / 1e3,
@@ -218,7 +204,7 @@ def measure_chunk(case: ChunkCase) -> dict:
         error=error,
         repeatable=repeats,
         row_invariant=alone,
-        right=error < (Q8_WGMMA_LIMIT if case.kind == Q8_0 else LIMIT) and repeats and alone,
+        right=error < LIMITS[case.kind] and repeats and alone,
         us=us,
         tflop_s=operations / us / 1e6,
         share=operations / us * 1e6 / _PEAK,

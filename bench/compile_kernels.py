@@ -35,11 +35,11 @@ from bench.kernels import CASES, FORMAT_CASES, Case  # noqa: E402
 from bench.prefill_products import CASES as PREFILL_CASES  # noqa: E402
 from bench.prefill_products import PrefillCase, prefill_program  # noqa: E402
 from openjet_jax.described import card_of, sharding_on  # noqa: E402
+from pallas_kernels.attention_chunks import ROWS  # noqa: E402
 from pallas_kernels.attention_decode import attn_decode  # noqa: E402
 from pallas_kernels.attention_inputs import attn_inputs  # noqa: E402
+from pallas_kernels.attention_panels import WIDTH  # noqa: E402
 from pallas_kernels.attention_prefill import attn_prefill  # noqa: E402
-from pallas_kernels.attention_tiles import ROWS, WIDTH  # noqa: E402
-from pallas_kernels.attention_wide import attn_wide  # noqa: E402
 from pallas_kernels.cached_rows import empty  # noqa: E402
 from pallas_kernels.decode_activations import Activations, prepare  # noqa: E402
 from pallas_kernels.decode_blocks import BLOCKS  # noqa: E402
@@ -218,18 +218,11 @@ def compile_gdn_prefill(sizes: Sizes, sharding, rows: int = 2048) -> list[Report
     ]
 
 
-def compile_attn_decode(
-    heads: int, kv_heads: int, kind: str, sharding, run: Callable = attn_decode
-) -> list[Report]:
+def compile_attn_decode(heads: int, kv_heads: int, kind: str, sharding) -> list[Report]:
     """Returns the reports of the two kernels of a cycle's attention over a cache of one format."""
     operands = jax.eval_shape(lambda: attention_operands(1024, 2, kind, heads, kv_heads))
     q, k, v, gate, positions, end = operands
-    return compile_kernels(run, (q, k, v, end, positions, end, gate), sharding)
-
-
-def compile_attn_wide(heads: int, kv_heads: int, kind: str, sharding) -> list[Report]:
-    """Returns the same for `attn_wide`."""
-    return compile_attn_decode(heads, kv_heads, kind, sharding, attn_wide)
+    return compile_kernels(attn_decode, (q, k, v, end, positions, end, gate), sharding)
 
 
 def compile_attn_inputs(heads: int, kv_heads: int, kind: str, sharding) -> Report:
@@ -275,8 +268,7 @@ def main() -> None:
     )
     prompts = (compile_gdn_prefill(sizes, sharding) for sizes in GDN_SIZES)
     attention = (
-        compile_cycle(heads, kv_heads, kind, sharding)
-        for compile_cycle in (compile_attn_decode, compile_attn_wide)
+        compile_attn_decode(heads, kv_heads, kind, sharding)
         for heads, kv_heads in ATTENTION_HEADS
         for kind in ("bfloat16", "q8_0")
     )

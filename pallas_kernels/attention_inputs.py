@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import ptx
-from pallas_kernels.attention_tiles import ROWS, WIDTH
+from pallas_kernels.attention_chunks import ROWS
+from pallas_kernels.attention_panels import WIDTH
 from pallas_kernels.cached_rows import CachedRows, Q8Rows
 from pallas_kernels.lane_kernel import lane_kernel
 

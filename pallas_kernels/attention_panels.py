@@ -1,4 +1,4 @@
-"""Keys and values of a cache on their way to wgmma, for `attention_prefill` and `attention_wide`.
+"""Keys and values of a cache on their way to wgmma, of a prompt and of a cycle.
 
 A tile is some positions of one KV head: panels of 64 values a position, 128 bytes, in the order
 that the tensor cores read (`piece_place`). One order serves both products, since keys are
@@ -32,7 +32,7 @@ class Panels:
     """One thread's view of an array that some warps bring; subclasses are formats.
 
     Args:
-      at: where the thread is; see `attention_prefill`.
+      at: where the thread is; see `attention_prefill` and `attention_decode`.
       which: keys (0) or values (1).
       positions: of a tile, a multiple of 16.
       warps: 2 or 4 neighbours; the first one's number is a multiple of theirs.

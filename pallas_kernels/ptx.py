@@ -660,11 +660,6 @@ def copy_async(shared: Word, source: ir.Value, num_bytes: Word) -> None:
     _asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", shared, source, num_bytes)
 
 
-def copy_async_word(shared: Word, source: ir.Value, num_bytes: Word) -> None:
-    """Starts this thread's copy of 4 bytes, of which those after `num_bytes` become zero."""
-    _asm("cp.async.ca.shared.global [$0], [$1], 4, $2;", shared, source, num_bytes)
-
-
 def close_copies() -> None:
     """Makes this thread's copies since the last call a group."""
     _asm("cp.async.commit_group;")

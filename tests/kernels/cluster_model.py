@@ -99,7 +99,6 @@ class Grid(Instructions):
         self.expected, self.received = (np.zeros((blocks, words), int) for _ in range(2))
         self.waited = np.zeros((blocks, words), bool)
         self.buffers: list[Buffer] = []
-        self.copies: list[list] = [[]]
 
     # Registers.
 
@@ -121,11 +120,6 @@ class Grid(Instructions):
     def uniform(self, word):
         assert np.all(word.reshape(-1, 32) == word.reshape(-1, 32)[:, :1])
         return word
-
-    either = staticmethod(np.logical_or)
-
-    def any_lane(self, predicate):
-        return np.repeat((predicate & self.active).reshape(-1, 32).any(1), 32)
 
     # Control flow.
 
@@ -186,30 +180,6 @@ class Grid(Instructions):
     def pack_halves(low, high):
         halves = [x.astype(np.float16).view(np.uint16).astype(np.uint32) for x in (low, high)]
         return (halves[0] | halves[1] << np.uint32(16)).view(Word)
-
-    @staticmethod
-    def subtract_bfloats(a, b):
-        a, b = (np.ascontiguousarray(x).view(ml_dtypes.bfloat16) for x in (a, b))
-        return (a - b).view(np.uint32).view(Word)
-
-    @staticmethod
-    def add_halves(a, b):
-        b = np.full(a.shape, b, np.uint32).view(np.float16)
-        return (np.ascontiguousarray(a).view(np.float16) + b).view(np.uint32).view(Word)
-
-    @staticmethod
-    def permute_bytes(low, high, selector):
-        """Returns four bytes picked from eight, as `Instructions` does for a warp."""
-        both = np.asarray(low).astype(np.uint64) | np.uint64(high) << np.uint64(32)
-        result = np.zeros(both.shape, np.uint64)
-        for i in range(4):
-            index = np.uint64(8 * (selector >> 4 * i & 7))
-            result |= (both >> index & np.uint64(255)) << np.uint64(8 * i)
-        return result.astype(np.uint32).view(Word)
-
-    @staticmethod
-    def merge(word, mask, pattern):
-        return (np.asarray(word) & np.uint32(mask) ^ np.uint32(pattern)).view(Word)
 
     @staticmethod
     def as_word(value):
@@ -356,22 +326,6 @@ class Grid(Instructions):
             word = low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16)
             loaded.append(word.reshape(-1).view(Word))
         return loaded
-
-    def copy_async(self, shared, source, num_bytes):
-        words = self.load_global(source, 0, 4)
-        words = [np.where(num_bytes > 4 * i, np.asarray(word), 0) for i, word in enumerate(words)]
-        self.copies[-1].append((self.active.copy(), np.array(shared), words))
-
-    def close_copies(self):
-        self.copies.append([])
-
-    def wait_copies(self, groups):
-        before = self.active
-        while len(self.copies) > groups + 1:
-            for where, address, words in self.copies.pop(0):
-                self.active = where
-                self.store_shared(address, words)
-        self.active = before
 
     # Barriers.
 

@@ -67,11 +67,8 @@ class Role(Threads):
         self.guarded: dict[int, range] = {}
         """What a barrier gives back: addresses of shared memory."""
 
-    merge = staticmethod(Grid.merge)
     permute_bytes = staticmethod(Instructions.permute_bytes)
     pack_bfloats, pack_halves = staticmethod(Grid.pack_bfloats), staticmethod(Grid.pack_halves)
-    add_halves = staticmethod(Grid.add_halves)
-    subtract_bfloats = staticmethod(Grid.subtract_bfloats)
     either = staticmethod(np.logical_or)
     exp2, reciprocal = staticmethod(np.exp2), staticmethod(Grid.reciprocal)
     maximum = staticmethod(np.fmax)
@@ -89,6 +86,20 @@ class Role(Threads):
     @staticmethod
     def as_word(x):
         return Grid.as_word(x)
+
+    @staticmethod
+    def merge(word, mask, pattern):
+        return (np.asarray(word) & np.uint32(mask) ^ np.uint32(pattern)).view(Word)
+
+    @staticmethod
+    def subtract_bfloats(a, b):
+        a, b = (np.ascontiguousarray(x).view(ml_dtypes.bfloat16) for x in (a, b))
+        return (a - b).view(np.uint32).view(Word)
+
+    @staticmethod
+    def add_halves(a, b):
+        b = np.full(a.shape, b, np.uint32).view(np.float16)
+        return (np.ascontiguousarray(a).view(np.float16) + b).view(np.uint32).view(Word)
 
     @staticmethod
     def multiply_bfloats(a, b):
@@ -166,16 +177,11 @@ class Role(Threads):
         at = (np.asarray(address, np.int64) + offset) // 4
         return [self.shared[at + i].view(Word) for i in range(words)]
 
-    def copy_async(self, shared, source, num_bytes, words=4):
+    def copy_async(self, shared, source, num_bytes):
         memory, first = self._at(source, 0, num_bytes > 0)
-        assert np.all(np.isin(num_bytes, (0, 4 * words)))
-        read = [
-            np.where(num_bytes > 0, memory[first + i], 0).astype(np.uint32) for i in range(words)
-        ]
+        assert np.all(np.isin(num_bytes, (0, 16)))
+        read = [np.where(num_bytes > 0, memory[first + i], 0).astype(np.uint32) for i in range(4)]
         self.copies[-1].append(lambda: self.store_shared(shared, read))
-
-    def copy_async_word(self, shared, source, num_bytes):
-        self.copy_async(shared, source, num_bytes, 1)
 
     def close_copies(self):
         self.copies.append([])

@@ -16,8 +16,9 @@ from tests.kernels.cluster_model import Buffer, Grid
 
 pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 
+from pallas_kernels.attention_chunks import ROWS  # noqa: E402
 from pallas_kernels.attention_inputs import Plan, attn_inputs, fits, run_warp  # noqa: E402
-from pallas_kernels.attention_tiles import ROWS, WIDTH  # noqa: E402
+from pallas_kernels.attention_panels import WIDTH  # noqa: E402
 
 FORMATS = ["bfloat16", Q8_0]
 EPS = 1e-6
