@@ -93,7 +93,8 @@ class Plan(Cut):
 def fits(q: Float[Array, "rows heads width"], k: CachedRows) -> bool:
     """Returns whether there is a kernel for queries over a cache of such shape and format."""
     (rows, heads, width), (*_, kv_heads, _) = q.shape, k.shape
-    sizes_fit = rows == ROWS and width == WIDTH and heads // kv_heads in GROUPS
+    groups_fit = heads % kv_heads == 0 and heads // kv_heads in GROUPS
+    sizes_fit = rows == ROWS and width == WIDTH and groups_fit
     return sizes_fit and (isinstance(k, Q8Rows) or k.dtype == jnp.bfloat16)
 
 

@@ -289,7 +289,7 @@ def test_sizes_without_a_kernel_are_refused():
     caches = [empty((1, 64, 4, WIDTH), kind) for kind in (*FORMATS, "float32")]
     found = [fits(jnp.zeros((8, 24, WIDTH)), cache) for cache in caches]
     assert found == [True, True, False]
-    for shape in ((64, 24, 256), (8, 12, 256), (8, 24, 64)):
+    for shape in ((64, 24, 256), (8, 12, 256), (8, 9, 256), (8, 24, 64)):
         assert not fits(jnp.zeros(shape), caches[0])
     with pytest.raises(ValueError, match="use attention_reference"):
         Plan(heads=12, kv_heads=4, capacity=256)
