@@ -211,7 +211,8 @@ def beside(model: oj.Model, args: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     room = max(args.contexts) + args.peer_tokens + 64
     for depth in (0, max(args.depths)):
-        with running(args.peer, flags_for(args.model, room, depth, args.peer_kv)) as server:
+        flags = flags_for(args.peer_file or args.model, room, depth, args.peer_kv)
+        with running(args.peer, flags) as server:
             for at in args.contexts:
                 prompt = prompt_of(model, at)
                 server.complete(prompt, 8)
@@ -317,6 +318,7 @@ def main() -> None:
     parser.add_argument("--dispatches", type=int, default=24, help="that are measured, each time")
     parser.add_argument("--kv-dtype")
     parser.add_argument("--peer", help="a llama-server: a program or an address")
+    parser.add_argument("--peer-file", help="the .gguf, where MODEL is its checkpoint")
     parser.add_argument("--peer-kv", default="q8_0")
     parser.add_argument("--peer-tokens", type=int, default=128)
     parser.add_argument("--runs", type=int, default=5, help="of the peer")

@@ -32,8 +32,11 @@ def _output(*command: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Returns the short hash of the commit, with `-dirty` where files differ from it."""
-    return _output("git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*")
+    """Returns the short hash of the commit, with `-dirty` where files other than results differ."""
+    found = _output("git", "describe", "--always", "--abbrev=10", "--exclude=*")
+    results = ":(exclude)bench/results"
+    changed = _output("git", "status", "--porcelain", "--untracked-files=no", "--", ".", results)
+    return f"{found}-dirty" if found and changed else found
 
 
 def _cpu() -> str:

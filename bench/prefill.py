@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=3, help="warm ones; 0 measures none")
     parser.add_argument("--kv-dtype")
     parser.add_argument("--peer", help="a llama-server: a program or an address")
+    parser.add_argument("--peer-file", help="the .gguf, where MODEL is its checkpoint")
     parser.add_argument("--peer-kv", default="q8_0")
     args = parser.parse_args()
     model = oj.load(args.model)
@@ -151,7 +152,7 @@ def main() -> None:
     peers = {}
     if args.peer:
         prompts = {length: prompt_of(model, length) for length in args.lengths}
-        flags = flags_for(args.model, max(args.lengths) + 64, 1, args.peer_kv)
+        flags = flags_for(args.peer_file or args.model, max(args.lengths) + 64, 1, args.peer_kv)
         with running(args.peer, flags) as server:
             rows["peer"] = server.facts()
             for length, prompt in prompts.items():

@@ -136,8 +136,8 @@ def test_drafts_are_asked_of_the_peer_only_where_they_are_ours(url):
 
 def test_the_peers_rows_have_its_rates(url, monkeypatch):
     monkeypatch.setattr("bench.decode.prompt_of", lambda model, count: list(range(20, 20 + count)))
-    settings = {"contexts": [4], "depths": [4], "peer": url, "peer_kv": "f16", "model": "m.gguf"}
-    args: Any = argparse.Namespace(**settings, peer_tokens=5, runs=3)
+    settings = {"contexts": [4], "depths": [4], "peer": url, "peer_kv": "f16", "model": "m"}
+    args: Any = argparse.Namespace(**settings, peer_file="m.gguf", peer_tokens=5, runs=3)
     rows = beside(args, args)
     assert [(row["depth"], row["rate"]["value"]) for row in rows] == [(0, 20.0), (4, 20.0)]
 
