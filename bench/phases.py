@@ -68,7 +68,11 @@ def times_by_phase(trace: pathlib.Path, phases: dict[str, str]) -> dict[str, flo
         # The reader's own types lack a module, which Python warns of when they are first used.
         warnings.simplefilter("ignore", DeprecationWarning)
         for plane in jax.profiler.ProfileData.from_file(str(files[-1])).planes:
+            # A GPU's other lines tell the same kernels again.
+            on_gpu = "GPU" in plane.name
             for line in plane.lines:
+                if on_gpu and not line.name.startswith("Stream"):
+                    continue
                 for event in line.events:
                     names = [str(v) for k, v in event.stats if k == "hlo_op"] or [event.name]
                     if names[0] in phases and not _CONTAINERS.match(names[0]):

@@ -1,7 +1,8 @@
 """The figures the project states: written by measuring scripts, shown in documents, never by hand.
 
-    python -m bench.summary          rewrite README.md's tables from bench/results/*/*.json: bounded
-                                     figures, and the acceptance of drafts
+    python -m bench.summary          rewrite tables from bench/results/*/*.json: README.md's of
+                                     bounded figures on GPUs and of the acceptance of drafts, and
+                                     bench/README.md's of bounded figures on CPUs
     python -m bench.summary --check  only say whether they are up to date
 
 A script calls `record`; a figure measured again replaces the one of the same name.
@@ -20,7 +21,7 @@ from bench.acceptance_table import acceptance_table
 from bench.manifest import ROOT, device_folder, manifest
 
 RESULTS = ROOT / "bench" / "results"
-README = ROOT / "README.md"
+README, BENCH = ROOT / "README.md", ROOT / "bench" / "README.md"
 BEGIN, END = "<!-- figures: made by bench.summary -->", "<!-- end of figures -->"
 ACCEPTANCE = "<!-- acceptance: made by bench.summary -->", "<!-- end of acceptance -->"
 
@@ -94,16 +95,19 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def table(results: pathlib.Path = RESULTS) -> str:
+def table(results: pathlib.Path = RESULTS, *, cpu: bool | None = None) -> str:
     """Returns a Markdown table for each device, of the figures that have a bound or a peer.
 
     Columns that are empty on a device are left out; without any figure the text is empty.
 
     Args:
       results: directory that `record` wrote to.
+      cpu: whether only of CPUs, or only of others; None for all.
     """
     parts = []
     for path in sorted(results.glob("*/summary.json")):
+        if cpu not in (None, path.parent.name == "cpu"):
+            continue
         figures = json.loads(path.read_text())
         rows = [_row(f) for f in figures if (f["must"], f["aim"], f["peer"]) != (None, None, None)]
         columns = [name for name in COLUMNS if any(row[name] for row in rows)]
@@ -163,10 +167,10 @@ def with_table(text: str, figures: str, markers: tuple[str, str] = (BEGIN, END))
 
 def documents(results: pathlib.Path = RESULTS) -> dict[pathlib.Path, str]:
     """Returns the documents with their tables made again from the results."""
+    readme = with_table(README.read_text(), table(results, cpu=False))
     return {
-        README: with_table(
-            with_table(README.read_text(), table(results)), acceptance_table(results), ACCEPTANCE
-        ),
+        README: with_table(readme, acceptance_table(results), ACCEPTANCE),
+        BENCH: with_table(BENCH.read_text(), table(results, cpu=True)),
     }
 
 

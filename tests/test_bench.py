@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import phases, plots
+import openjet_jax as oj
+from bench import fidelity, phases, plots
 from bench.article import GREEDY, runs
 from bench.decode import Run, beside
 from bench.intervals import median, share
 from bench.peers.llama_cpp import LlamaServer, flags_for, running
+from openjet_jax.convert.pipeline import convert_gguf
 
 SERVER = """#!{python}
 import json, sys
@@ -204,6 +206,18 @@ def test_every_measured_point_is_in_its_picture(tmp_path):
 def test_the_pictures_that_are_kept_are_those_of_the_results():
     for path, text in plots.drawings().items():
         assert path.read_text() == text, f"{path.name}: run python -m bench.plots"
+
+
+def test_fidelity_is_measured_against_exact_answers_and_llama_cpp(tmp_path):
+    data = pathlib.Path(__file__).parent / "data"
+    model = oj.load(convert_gguf(data / "golden" / "q8_0.gguf", tmp_path / "model", quiet=True))
+    file = data / "llama" / "q8_0_c48.logits"
+    args = argparse.Namespace(window=32, windows=1, kv_dtypes=["float32", "q8_0"], base_logits=file)
+    found = {f.name: f for f in fidelity.figures(fidelity.measure(model, model, args), "small")}
+    assert len(found) == 8 and found["small_kl_float32"].value < 1e-9
+    assert 1e-9 < found["small_kl_q8_0"].value < fidelity.KL_MUST == found["small_kl_q8_0"].must
+    assert found["small_top1_float32"].value == 100 and found["small_kl_llama_q8_0"].must is None
+    assert 1e-5 < found["small_kl_llama_float32"].value < 1e-3
 
 
 PROGRAM = """

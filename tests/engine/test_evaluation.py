@@ -17,6 +17,7 @@ from openjet_jax.llama_logits import open_logits
 from openjet_jax.scoring import logits_of, read_hidden
 
 DATA = pathlib.Path(__file__).parents[1] / "data" / "golden"
+LLAMA = DATA.parent / "llama" / "q8_0_c48.logits"
 WINDOW, WINDOWS = 32, 5
 
 
@@ -88,6 +89,17 @@ def test_a_row_is_read_back_to_half_a_step_of_16_bits(tmp_path, ids, logits):
         assert above.any() and np.abs(found - rows)[above].max() < 0.51 * 16 / 65535 + 3e-6
         assert (found[~above] <= -16 + 1e-4).all()
     assert 0 < file.resolution(0) <= 16 / 65535 * 1.001
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "q8_0"])
+def test_a_file_that_llama_cpp_wrote_is_read_and_agrees(model, kv_dtype):
+    """Of build 0c1e570 on a CPU, which rounds activations to q8_0: `-c 48 --chunks 4 -ctk f32`."""
+    file = open_logits(LLAMA)
+    assert (file.window, len(file.tokens)) == (48, 4)
+    found = evaluate(reader(model, 48, kv_dtype), file.tokens.reshape(-1), file)
+    assert found["positions"] == 92
+    assert 1e-5 < found["kl"]["value"] < 1e-3 and found["top1"]["value"] > 0.95
+    assert abs(found["perplexity_ratio"]["value"] - 1) < 0.02
 
 
 @pytest.mark.parametrize("vocab", [5, 6])
