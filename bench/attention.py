@@ -46,17 +46,20 @@ class Case:
     Attributes:
       name: of its figure.
       length: positions, those of the rows included.
-      must, aim: percent of the read bandwidth, or microseconds a layer where `in_us`.
+      must, aim: percent of the read bandwidth, or microseconds a layer where `in_us`; None for a
+        case without bounds.
       in_us: whether the figure is a time.
       kind: format of the cache.
+      kv_heads: of the cache, each read by as many query heads as the model's.
     """
 
     name: str
     length: int
-    must: float
-    aim: float
+    must: float | None = None
+    aim: float | None = None
     in_us: bool = False
     kind: str = "bfloat16"
+    kv_heads: int = KV_HEADS
 
 
 CASES = [
@@ -64,6 +67,12 @@ CASES = [
     Case(name="attn_decode_32k_bf16", length=32768, must=55, aim=80),
     Case(name="attn_decode_32k_q8", length=32768, must=50, aim=75, kind=Q8_0),
 ]
+
+ONE_HEAD = [
+    Case(name="attn_decode_128k_bf16_one_head", length=131072, kv_heads=1),
+    Case(name="attn_decode_128k_q8_one_head", length=131072, kind=Q8_0, kv_heads=1),
+]
+"""As many bytes as at 32K, a row behind the other; measured where they are named."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +157,9 @@ def _all_layers(run):
 
 def measure(case: Case, bandwidth: float) -> dict:
     """Returns errors against the reference, and times of all layers."""
-    q, k, v, gate, positions, end = operands(case.length, LAYERS, case.kind)
+    heads = HEADS // KV_HEADS * case.kv_heads
+    sizes = case.length, LAYERS, case.kind, heads, case.kv_heads
+    q, k, v, gate, positions, end = operands(*sizes)
     layer = jnp.int32(LAYERS - 1)
     at = layer, positions, end, gate
     out = np.asarray(attn_decode(q, k, v, *at), np.float64)
@@ -287,9 +298,8 @@ def main() -> None:
     ptx.starts_early = False
     bandwidth = read_bandwidth()
     rows, figures = [], []
-    for case in [*CASES, *CHUNK_CASES]:
-        if arguments.only and case.name not in arguments.only:
-            continue
+    asked = [case for case in [*CASES, *ONE_HEAD, *CHUNK_CASES] if case.name in arguments.only]
+    for case in asked or [*CASES, *CHUNK_CASES]:
         chunk = isinstance(case, ChunkCase)
         rows.append(measure_chunk(case) if chunk else measure(case, bandwidth))
         print(json.dumps(rows[-1]), flush=True)
