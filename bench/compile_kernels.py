@@ -3,9 +3,11 @@
 Needs, beside JAX, its CUDA plugin (`jax-cuda12-plugin` and `jax-cuda12-pjrt`, or 13) and a `ptxas`
 on PATH or in the package `nvidia-cuda-nvcc-cu12`. `python -m bench.compile_kernels` prints
 registers, spills, shared memory and compile time of each; it does not say whether a kernel is
-right or fast.
+right or fast. `--capability 8.6` compiles for such a GPU instead, and only the kernels that are
+portable (see `lane_kernel`).
 """
 
+import argparse
 import dataclasses
 import functools
 import itertools
@@ -14,7 +16,7 @@ import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Read when the plugin is loaded, so set before JAX is imported.
@@ -35,7 +37,7 @@ from bench.kernels import CASES, FORMAT_CASES, Case  # noqa: E402
 from bench.prefill_products import CASES as PREFILL_CASES  # noqa: E402
 from bench.prefill_products import PrefillCase, prefill_program  # noqa: E402
 from openjet_jax.described import card_of, sharding_on  # noqa: E402
-from pallas_kernels.attention_chunks import ROWS  # noqa: E402
+from pallas_kernels.attention_chunks import ROWS, Cut, merge  # noqa: E402
 from pallas_kernels.attention_decode import attn_decode  # noqa: E402
 from pallas_kernels.attention_inputs import attn_inputs  # noqa: E402
 from pallas_kernels.attention_panels import WIDTH  # noqa: E402
@@ -45,10 +47,12 @@ from pallas_kernels.decode_activations import Activations, prepare  # noqa: E402
 from pallas_kernels.decode_blocks import BLOCKS  # noqa: E402
 from pallas_kernels.decode_cuts import Tiles, default_tiles  # noqa: E402
 from pallas_kernels.decode_product import decode_product  # noqa: E402
+from pallas_kernels.deltanet_chunks import Plan as GdnPlan  # noqa: E402
+from pallas_kernels.deltanet_decode import Columns, gdn_decode  # noqa: E402
 from pallas_kernels.deltanet_decode import Tiles as GdnTiles  # noqa: E402
-from pallas_kernels.deltanet_decode import gdn_decode  # noqa: E402
 from pallas_kernels.deltanet_layer import Sizes  # noqa: E402
 from pallas_kernels.deltanet_prefill import gdn_prefill  # noqa: E402
+from pallas_kernels.deltanet_rows import gated_rows, prepared_rows  # noqa: E402
 from pallas_kernels.prefill_inputs import prefill_inputs  # noqa: E402
 from pallas_kernels.prefill_product import prefill_activations  # noqa: E402
 
@@ -62,6 +66,7 @@ class Report:
 
     Attributes:
       name: of the case.
+      target: that the machine code is for, such as sm_90a.
       seconds: to compile it.
       registers: of a thread.
       spilled_bytes: that a thread stores for want of registers.
@@ -71,6 +76,7 @@ class Report:
     """
 
     name: str
+    target: str
     seconds: float
     registers: int
     spilled_bytes: int
@@ -107,7 +113,9 @@ def compile_kernels(
         old.unlink()
     start = time.monotonic()
     program = jax.jit(function, out_shardings=sharding, donate_argnums=donated)
-    compiled = program.trace(*jax.tree.map(spec, operands)).lower().compile()
+    # Mosaic lowers for the default device, whatever the sharding says.
+    with jax.default_device(sharding.mesh.devices.flat[0]):
+        compiled = program.trace(*jax.tree.map(spec, operands)).lower().compile()
     seconds, reports, memory = time.monotonic() - start, [], compiled.memory_analysis()
     assert memory is not None
     for path in sorted(_DUMP.glob("*.ptxas")):
@@ -116,6 +124,7 @@ def compile_kernels(
         reports.append(
             Report(
                 name=path.stem,
+                target=_found(r"for '(sm_\w+)'", text),
                 seconds=seconds,
                 registers=_number(r"Used (\d+) registers", text),
                 spilled_bytes=_number(r"(\d+) bytes spill stores", text),
@@ -218,6 +227,42 @@ def compile_gdn_prefill(sizes: Sizes, sharding, rows: int = 2048) -> list[Report
     ]
 
 
+def compile_gdn_rows(sizes: Sizes, sharding, rows: int = 2048) -> list[Report]:
+    """Returns the reports of the two of these kernels that take every row by itself."""
+    x, parameters, memory = jax.eval_shape(lambda: gdn_operands(sizes, 2, jax.random.key(0), rows))
+    plan = GdnPlan(
+        sizes=sizes,
+        rows=rows,
+        pending_rows=memory.pending.k.shape[1],
+        columns=Columns.of(x, (0, 0, 0, 0)),
+    )
+    count = jax.ShapeDtypeStruct((1,), jnp.int32)
+    history = jax.ShapeDtypeStruct((sizes.history, sizes.channels), jnp.float32)
+    before = x.u, history, parameters.conv, memory.pending, (count,) * 3
+    after = x.z, x.z, parameters.norm, count
+    first, last = (functools.partial(run, plan) for run in (prepared_rows, gated_rows))
+    return [
+        compile_kernel("gdn_prefill_rows", first, before, sharding),
+        compile_kernel("gdn_prefill_norm", last, after, sharding),
+    ]
+
+
+def compile_merge(heads: int, kv_heads: int, sharding) -> Report:
+    """Returns the report of the kernel that merges the chunks of a cycle's attention."""
+    cut = Cut(heads=heads, kv_heads=kv_heads, capacity=4096)
+    shape = cut.chunks, heads, ROWS
+    operands = [
+        jax.ShapeDtypeStruct(s, jnp.float32)
+        for s in ((*shape, WIDTH), (*shape, 2), (ROWS, heads, WIDTH))
+    ]
+    counts = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+
+    def run(sums, stats, gate, counts):
+        return merge(cut, sums, stats, gate, counts, None)
+
+    return compile_kernel("attn_decode_merge", run, (*operands, counts), sharding)
+
+
 def compile_attn_decode(heads: int, kv_heads: int, kind: str, sharding) -> list[Report]:
     """Returns the reports of the two kernels of a cycle's attention over a cache of one format."""
     operands = jax.eval_shape(lambda: attention_operands(1024, 2, kind, heads, kv_heads))
@@ -248,16 +293,28 @@ def compile_attn_prefill(heads: int, kv_heads: int, kind: str, sharding) -> Repo
     return compile_kernel(name, attn_prefill, (q, k, v, end, start, end, gate), sharding)
 
 
-def _number(pattern: str, text: str) -> int:
+def _found(pattern: str, text: str) -> str:
     match = re.search(pattern, text)
     if match is None:
         raise ValueError(f"the compiler's output has no {pattern!r}: {text[:500]}")
-    return int(match.group(1))
+    return match.group(1)
 
 
-def main() -> None:
-    """Prints a line for every kernel."""
-    sharding = sharding_on(card_of("h200"))
+def _number(pattern: str, text: str) -> int:
+    return int(_found(pattern, text))
+
+
+def portable_reports(sharding) -> Iterator[Report]:
+    """Yields the reports of all kernels that need no instruction of sm_90."""
+    yield from (compile_inputs(case, sharding) for case in INPUTS_CASES)
+    yield from (compile_prefill_inputs(k, sharding) for k in (5120, 17408))
+    yield from (compile_attn_inputs(24, 4, kind, sharding) for kind in ("bfloat16", "q8_0"))
+    yield compile_merge(24, 4, sharding)
+    yield from compile_gdn_rows(GDN_SIZES[-1], sharding)
+
+
+def all_reports(sharding) -> Iterator[Report]:
+    """Yields the reports of all kernels."""
     products = itertools.chain(
         (compile_product(case, sharding) for case in CASES + FORMAT_CASES),
         (compile_inputs(case, sharding) for case in INPUTS_CASES),
@@ -278,10 +335,22 @@ def main() -> None:
         for heads, kv_heads in ATTENTION_HEADS
         for kind in ("bfloat16", "q8_0")
     )
-    for report in itertools.chain(products, attention_inputs, *prompts, *attention, chunks):
+    yield from itertools.chain(products, attention_inputs, *prompts, *attention, chunks)
+
+
+def main() -> None:
+    """Prints a line for every kernel."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--capability", default="9.0", help="of the GPU, such as 8.6")
+    major, minor = map(int, parser.parse_args().capability.split("."))
+    # One process compiles for one target.
+    card = dataclasses.replace(card_of("h200"), capability=(major, minor))
+    reports = all_reports if card.capability == (9, 0) else portable_reports
+    for report in reports(sharding_on(card)):
         print(
-            f"{report.name:26} {report.registers:3} registers, {report.spilled_bytes} bytes"
-            f" spilled, {report.shared_bytes:6} bytes shared, {report.seconds:.2f} s"
+            f"{report.name:26} {report.target}: {report.registers:3} registers,"
+            f" {report.spilled_bytes} bytes spilled, {report.shared_bytes:6} bytes shared,"
+            f" {report.seconds:.2f} s"
             f"{', wgmma serialised' if report.serialised else ''}",
             flush=True,
         )

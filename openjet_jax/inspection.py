@@ -169,7 +169,9 @@ def _sections(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
         ("field", "shape", "layers", "source", "packed", "size"), _tensor_rows(facts["tensors"])
     )
     yield Text.assemble(
-        "\n", ("memory", "bold"), f" for {memory['context']:,} positions, {memory['kv_dtype']} KV"
+        ("\nmemory", "bold"),
+        f" for {memory['context']:,} positions, {memory['kv_dtype']} KV,"
+        f" {memory['backend']} backend",
     )
     yield _table(("what", "size"), _memory_rows(memory))
     if facts["verified_bytes"] is not None:

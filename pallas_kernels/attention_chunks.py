@@ -148,6 +148,7 @@ def merge(
         warpgroups=MERGERS,
         shared=[merge_shared_bytes()],
         follows=True,
+        portable=True,
     )(sums, stats, gate, counts)
 
 

@@ -138,6 +138,7 @@ def attn_inputs(
         grid=ROWS * plan.blocks,
         warpgroups=_WARPS // 4,
         follows=True,
+        portable=True,
     )(*projected, *norms, *rotation, counts, jnp.reshape(layer, 1), *stacks)
     return q, jax.tree.unflatten(tree, [jax.freeze(stack) for stack in stacks])
 

@@ -117,6 +117,7 @@ def decode_inputs(
         warpgroups=plan.warps // 4,
         shared=[8 * _MOST_WARPS],
         follows=True,
+        portable=True,
     )(*(operand for operand in operands.values() if operand is not None))
     found = dict(zip(outputs, results, strict=True))
     stream = found.get("stream", x)

@@ -19,6 +19,7 @@ from pallas_kernels import ptx
 from pallas_kernels.decode_activations import Activations
 from pallas_kernels.decode_cuts import STAGE_BLOCKS, Cut, Epilogue, Tiles
 from pallas_kernels.decode_words import ROWS, Block
+from pallas_kernels.lane_kernel import check_capability
 
 
 @functools.partial(jax.jit, static_argnames=("block", "tiles", "epilogue", "first"))
@@ -73,7 +74,8 @@ def launch(
       outputs: makes it, for one consumer; finds the places of `others` and `results`, in this
         order, in `Places.others`.
     """
-    tiles = cut.tiles
+    tiles, name = cut.tiles, f"decode_product_{cut.block.format.name}_kernel"
+    check_capability(name)
 
     def body(*refs):
         inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
@@ -91,7 +93,7 @@ def launch(
         grid_names=("block",),
         num_threads=tiles.warpgroups + 1,
         thread_name="warpgroup",
-        kernel_name=f"decode_product_{cut.block.format.name}_kernel",
+        kernel_name=name,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         cluster=(tiles.cluster,) if clustered else (),
         cluster_names=("part",) if clustered else (),

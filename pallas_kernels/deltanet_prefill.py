@@ -47,7 +47,7 @@ from pallas_kernels.deltanet_chunks import (
 )
 from pallas_kernels.deltanet_decode import Columns
 from pallas_kernels.deltanet_layer import Inputs, Memory, Parameters, Sizes
-from pallas_kernels.deltanet_rows import NORM_HEADS, norm_kernel, rows_kernel
+from pallas_kernels.deltanet_rows import gated_rows, prepared_rows
 from pallas_kernels.lane_kernel import lane_kernel
 from pallas_kernels.split_tiles import RightOfColumns, RightOfRows, fragment, multiply
 
@@ -113,18 +113,7 @@ def gdn_prefill(
     kept = start + jnp.arange(sizes.history)
     history = memory.window.at[layer, kept].get(mode="clip")
     counts = [jnp.reshape(n, 1) for n in (layer, num_pending, num_live)]
-    images, values = _call(
-        functools.partial(rows_kernel, ptx, plan),
-        [
-            jax.ShapeDtypeStruct((sizes.key_heads, plan.chunks, KEYS_BYTES // 4), jnp.uint32),
-            jax.ShapeDtypeStruct(
-                (sizes.value_heads * SPLITS, plan.chunks, VALUES_BYTES // 4), jnp.float32
-            ),
-        ],
-        name="gdn_prefill_rows_kernel",
-        grid=plan.chunks * plan.heads,
-        shared=16,
-    )(x.u, history, parameters.conv, pending.q, pending.k, pending.v, *counts)
+    images, values = prepared_rows(plan, x.u, history, parameters.conv, pending, counts)
     mixes = _call(
         functools.partial(mix_kernel, ptx, plan),
         jax.ShapeDtypeStruct((sizes.value_heads, plan.chunks, MIX_BYTES // 4), jnp.uint32),
@@ -142,13 +131,7 @@ def gdn_prefill(
         grid=sizes.value_heads * SPLITS,
         shared=SCAN_BYTES,
     )(images, mixes, values, counts[0], start_chunk, delta)
-    gated = _call(
-        functools.partial(norm_kernel, ptx, plan),
-        jax.ShapeDtypeStruct(out.shape, jnp.float32),
-        name="gdn_prefill_norm_kernel",
-        grid=rows * sizes.value_heads // NORM_HEADS,
-        shared=16,
-    )(out, x.z, parameters.norm, counts[0])
+    gated = gated_rows(plan, out, x.z, parameters.norm, counts[0])
     memory = Memory(
         delta=jax.freeze(delta),
         window=lax.dynamic_update_slice(

@@ -5,7 +5,15 @@ and queries become images (`split_tiles.py`) and values blocks, as the kernels a
 to shared memory. Chunk 0 gets the pending rows. Another kernel norms and gates the outputs.
 """
 
-from pallas_kernels.delta_rule import CHUNK
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+from pallas_kernels import ptx
+from pallas_kernels.delta_rule import CHUNK, Rows
 from pallas_kernels.deltanet_chunks import (
     KEYS,
     KEYS_BYTES,
@@ -17,10 +25,74 @@ from pallas_kernels.deltanet_chunks import (
     Plan,
     value_offset,
 )
+from pallas_kernels.lane_kernel import lane_kernel
 from pallas_kernels.split_tiles import split
 
 NORM_HEADS = 16
 """Outputs of one head at one row that a block norms: four a warp, whose loads overlap."""
+
+
+def prepared_rows(
+    plan: Plan,
+    u: Float[Array, "rows _"],
+    history: Float[Array, "taps channels"],
+    conv: Float[Array, "layers channels taps"],
+    pending: Rows,
+    counts: Sequence[Int[Array, "1"]],
+) -> tuple[UInt32[Array, "heads chunks _"], Float[Array, "blocks chunks _"]]:
+    """Returns images of keys and queries, and values, of all chunks.
+
+    Args:
+      plan: sizes.
+      u: projected rows, queries, keys and values in one.
+      history: rows before the first one.
+      conv: taps of the convolutions of all layers.
+      pending: rows of the last cycle, of all layers.
+      counts: layer, pending rows that were accepted, and live rows.
+    """
+    keys, values = plan.sizes.key_heads, plan.sizes.value_heads * SPLITS
+    images, made = lane_kernel(
+        functools.partial(rows_kernel, ptx, plan),
+        [
+            jax.ShapeDtypeStruct((keys, plan.chunks, KEYS_BYTES // 4), jnp.uint32),
+            jax.ShapeDtypeStruct((values, plan.chunks, VALUES_BYTES // 4), jnp.float32),
+        ],
+        name="gdn_prefill_rows_kernel",
+        grid=plan.chunks * plan.heads,
+        warpgroups=THREADS // 128,
+        shared=[16],
+        follows=True,
+        portable=True,
+    )(u, history, conv, pending.q, pending.k, pending.v, *counts)
+    return images, made
+
+
+def gated_rows(
+    plan: Plan,
+    outs: Float[Array, "rows values"],
+    z: Float[Array, "rows _"],
+    norm: Float[Array, "layers width"],
+    layer: Int[Array, "1"],
+) -> Float[Array, "rows values"]:
+    """Returns outputs normed head by head, times their gates.
+
+    Args:
+      plan: sizes.
+      outs: of the scan.
+      z: projected rows that hold the gates.
+      norm: weights of all layers.
+      layer: which.
+    """
+    return lane_kernel(
+        functools.partial(norm_kernel, ptx, plan),
+        jax.ShapeDtypeStruct(outs.shape, jnp.float32),
+        name="gdn_prefill_norm_kernel",
+        grid=plan.rows * plan.sizes.value_heads // NORM_HEADS,
+        warpgroups=THREADS // 128,
+        shared=[16],
+        follows=True,
+        portable=True,
+    )(outs, z, norm, layer)
 
 
 def _lane_sum(isa, value):

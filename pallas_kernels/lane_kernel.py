@@ -19,6 +19,7 @@ def lane_kernel(
     shared: Sequence[int] = (),
     cluster: int = 1,
     follows: bool = False,
+    portable: bool = False,
 ) -> Callable[..., Any]:
     """Returns a function from a kernel's operands to its results.
 
@@ -33,7 +34,12 @@ def lane_kernel(
       cluster: blocks of a cluster.
       follows: whether it is launched before the kernel before has ended, and waits for it; see
         `ptx.follow_previous_kernel`.
+      portable: whether all of its instructions exist from sm_80 on; else it is for sm_90 alone.
+
+    Raises:
+      ValueError: it is traced for a GPU that lacks its instructions.
     """
+    check_capability(name, portable)
 
     def body(*refs):
         if follows:
@@ -54,3 +60,16 @@ def lane_kernel(
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
+
+
+def check_capability(name: str, portable: bool = False) -> None:
+    """Raises ValueError if a kernel is traced for a GPU that lacks its instructions.
+
+    Args:
+      name: of the kernel.
+      portable: see `lane_kernel`.
+    """
+    major, minor = found = ptx.capability()
+    needed = "compute capability 8.0 or later" if portable else "compute capability 9.0"
+    if not (found >= (8, 0) if portable else found == (9, 0)):
+        raise ValueError(f"{name} needs {needed}, not {major}.{minor}; use the reference")

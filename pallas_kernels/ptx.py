@@ -817,6 +817,15 @@ def sync_warp() -> None:
     _asm("bar.warp.sync -1;")
 
 
+def capability() -> tuple[int, int]:
+    """Returns the compute capability that kernels are traced for now; 9.0 where there is no GPU.
+
+    It is that of `jax.default_device`, as Mosaic finds it when it lowers the kernel.
+    """
+    arch = mosaic.get_arch()
+    return arch.major, arch.minor
+
+
 def launch_next_kernel() -> None:
     """Lets the next kernel's blocks start as soon as this one's leave room.
 
@@ -835,9 +844,10 @@ def follow_previous_kernel() -> None:
     """Begins a kernel, outside of inline code: waits for the one before, lets the next one come.
 
     The wait tells Mosaic to launch the kernel before the previous one has ended (programmatic
-    dependent launch), which hides what a launch costs.
+    dependent launch), which hides what a launch costs. GPUs before sm_90 cannot: there it does
+    nothing, and the kernel starts when the previous one has ended.
     """
-    if starts_early:
+    if starts_early and capability() >= (9, 0):
         plgpu.griddepcontrol_wait()
         plgpu.griddepcontrol_launch_dependents()
 

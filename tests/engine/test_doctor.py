@@ -2,11 +2,15 @@
 
 import json
 import platform
+import re
+import types
 
 import jax
 import pytest
 
+from openjet_jax import load
 from openjet_jax.doctor import GIB, _hazards, examine, render
+from openjet_jax.tiling import resolve_backend
 
 CPU = [{"platform": "cpu", "kind": "cpu", "compute_capability": None, "memory": None}]
 GPU = [{"platform": "gpu", "kind": "H200", "compute_capability": "9.0", "memory": 100 * GIB}]
@@ -62,6 +66,25 @@ def test_a_hazard_is_named_with_its_way_out(devices, memory, cache, hazard):
 def test_disabled_command_buffers_are_a_hazard_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
     assert [text for text in _hazards(GPU, MEMORY, CACHE) if "command buffers" in text]
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "12.0"])
+def test_a_gpu_that_has_no_kernels_takes_the_reference_and_is_told_so(
+    capability: str, monkeypatch: pytest.MonkeyPatch
+):
+    gpu = types.SimpleNamespace(
+        platform="gpu",
+        device_kind="some GPU",
+        compute_capability=capability,
+        memory_stats=lambda: {"bytes_limit": 20 * GIB},
+    )
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    found = examine()["backend"]
+    assert found["name"] == "reference" and "kernels for sm_90 GPUs only" in found["why"]
+    assert resolve_backend("auto") == resolve_backend("reference") == "reference"
+    text = f"needs an sm_90 GPU, not compute capability {capability}; use backend='reference'"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        load("tiny", backend="mosaic")
 
 
 def test_a_platform_that_cannot_start_is_reported_and_not_raised(monkeypatch: pytest.MonkeyPatch):

@@ -21,7 +21,7 @@ from tests.kernels.bulk_model import run
 pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 
 from bench.deltanet import GDN_SIZES, gdn_operands, gdn_sizes  # noqa: E402
-from pallas_kernels import deltanet_prefill  # noqa: E402
+from pallas_kernels import deltanet_prefill, deltanet_rows  # noqa: E402
 from pallas_kernels.deltanet_chunks import SPLITS, THREADS, value_offset  # noqa: E402
 from pallas_kernels.deltanet_prefill import fits, gdn_prefill  # noqa: E402
 
@@ -41,9 +41,8 @@ class Ref:
 def model(monkeypatch):
     """Returns `gdn_prefill` with its kernels run by the model of a grid."""
 
-    def call(kernel, out_type, *, name, grid, shared):
-        del name
-        _, plan = kernel.args
+    def call(kernel, out_type, *, grid, shared, **_):
+        (shared_bytes,), (_, plan) = shared, kernel.args
         outs = out_type if isinstance(out_type, list) else [out_type]
 
         def body(isa, *refs):
@@ -53,7 +52,7 @@ def model(monkeypatch):
             arrays = [x.value if isinstance(x, Ref) else np.array(x) for x in operands]
             # What is not written holds NaN, and whatever is read of it shows.
             blank = [np.full(o.shape, 0x7FC00001, np.uint32).view(o.dtype) for o in outs]
-            after = run(body, grid, THREADS, shared, *arrays, *blank)
+            after = run(body, grid, THREADS, shared_bytes, *arrays, *blank)
             for operand, value in zip(operands, after, strict=False):
                 if isinstance(operand, Ref):
                     operand.value = value
@@ -62,7 +61,8 @@ def model(monkeypatch):
 
         return launch
 
-    monkeypatch.setattr(deltanet_prefill, "_call", call)
+    for module in (deltanet_prefill, deltanet_rows):
+        monkeypatch.setattr(module, "lane_kernel", call)
     monkeypatch.setattr(jax, "new_ref", Ref)
     monkeypatch.setattr(jax, "freeze", lambda ref: jnp.asarray(ref.value))
     return gdn_prefill
