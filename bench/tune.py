@@ -23,7 +23,7 @@ import json
 import pathlib
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -51,7 +51,7 @@ from pallas_kernels.decode_activations import prepare
 from pallas_kernels.decode_blocks import BLOCKS
 from pallas_kernels.decode_cuts import Tiles
 from pallas_kernels.decode_product import decode_product
-from pallas_kernels.tile_choice import FOLDER, Product, Winner, device_file, read_winners
+from pallas_kernels.tile_choice import FOLDER, device_file, read_winners
 
 
 def every_layer(subject: Subject, tiles: Tiles):
@@ -162,14 +162,6 @@ def _race(default, runs: dict, x, weights: jax.Array) -> tuple[list[Comparison],
     return list(compared.values()), noise
 
 
-def kept_winners(path: pathlib.Path, measured: Iterable[Product]) -> list[Winner]:
-    """Returns the winners of a file whose products were not measured again."""
-    if not path.exists():
-        return []
-    done = set(measured)
-    return [winner for product, winner in read_winners(path).items() if product not in done]
-
-
 def main() -> None:
     """Tunes the cases, or reads the sweeps, and writes winners."""
     parser = argparse.ArgumentParser(
@@ -178,7 +170,7 @@ def main() -> None:
     names = [subject.case.name for subject in SUBJECTS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument(
-        "--seconds", type=float, default=120, help="to compile cuts in, shared out among the cases"
+        "--seconds", type=float, default=120, help="try no more cuts after this long"
     )
     parser.add_argument("--out", type=pathlib.Path, help="a folder for all that is written")
     parser.add_argument("--from-sweeps", action="store_true", help="measure nothing")
@@ -204,15 +196,22 @@ def _tune_all(
 ) -> None:
     """Tunes one product after the other, and writes after each."""
     device, facts = jax.devices()[0].device_kind, manifest()
-    kept = kept_winners(FOLDER / device_file(device), [s.product for s in subjects])
-    rows, winners, end = [], [], time.monotonic() + seconds
+    filed = FOLDER / device_file(device)
+    winners = read_winners(filed) if filed.exists() else {}
+    rows, deadline = [], time.monotonic() + seconds
     results.mkdir(parents=True, exist_ok=True)
-    for done, subject in enumerate(subjects):
-        now = time.monotonic()
-        tried, cut = tune(subject, now + max(0.0, end - now) / (len(subjects) - done))
+    for subject in subjects:
+        if time.monotonic() > deadline:
+            print(f"{subject.case.name}: out of time; it keeps what it had", flush=True)
+            continue
+        tried, cut = tune(subject, deadline)
         rows += tried
+        earlier = winners.get(subject.product)
         if cut:
-            winners.append(winner_of(subject.product, cut, facts["commit"], facts["date"]))
+            won = winner_of(subject.product, cut, facts["commit"], facts["date"])
+            winners[subject.product] = won
+        elif earlier and dataclasses.asdict(earlier.tiles) in [row["tiles"] for row in tried]:
+            del winners[subject.product]
         print(f"{subject.case.name}: {cut or 'the default stays'}", flush=True)
         measured = {"manifest": facts, "margin": MARGIN, "rows": rows}
         (results / "tune.json").write_text(json.dumps(measured, indent=1) + "\n")
@@ -220,7 +219,7 @@ def _tune_all(
             f"Measured by bench/tune.py: a winner gave the default's bits and beat it by more than "
             f"{MARGIN:.0%} in {ROUNDS} rounds. What is not listed keeps the default."
         )
-        text = document(device, about, [*kept, *winners])
+        text = document(device, about, winners.values())
         (tuned / device_file(device)).write_text(text)
 
 

@@ -173,6 +173,14 @@ def test_winners_are_filed_and_those_of_other_products_stay(card, tmp_path, monk
     card |= {Tiles(warpgroups=2): 9.0}
     tune._tune_all([SMALL, large], np.inf, tmp_path, tmp_path)
     assert set(read_winners(path)) == {SMALL.product, large.product}
+    tune._tune_all([SMALL, large], -1.0, tmp_path, tmp_path)
+    tried = json.loads((tmp_path / "tune.json").read_text())["rows"]
+    assert {row["name"] for row in tried} == {"small", "large"}  # no time, so nothing was written
+    with monkeypatch.context() as patch:
+        # What was not tried again is not taken back.
+        patch.setattr(tune, "candidates", lambda product: [Tiles(stages=3)])
+        tune._tune_all([large], np.inf, tmp_path, tmp_path)
+    assert set(read_winners(path)) == {SMALL.product, large.product}
     card.clear()
     tune._tune_all([large], np.inf, tmp_path, tmp_path)
     (winner,) = read_winners(path).values()
