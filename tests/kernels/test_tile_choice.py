@@ -1,8 +1,11 @@
 """Winners are cuts that may stand in for the default: they fit, and they keep the parts of K."""
 
 import dataclasses
+import functools
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import tile_choice
@@ -110,6 +113,24 @@ def test_the_winner_is_taken_for_its_own_product_on_its_own_device(one_winner):
     assert tiles_for(block, 34800, 5120, 8, "silu_gate", "NVIDIA H200") == default
     sixteen = default_tiles(block, 34816, 5120, 16)
     assert tiles_for(block, 34816, 5120, 16, "silu_gate", "NVIDIA H200") == sixteen
+
+
+def test_winners_compile_to_machine_code_without_spills(h200):
+    from bench import compile_kernels, tune
+    from bench.tune_choice import SUBJECTS
+    from pallas_kernels.decode_activations import prepare
+
+    subjects = {subject.product: subject for subject in SUBJECTS}
+    shipped = tile_choice.winners_on("NVIDIA H200").values()
+    for winner in (Winner.of(ENTRY), *shipped):
+        product, block = winner.product, BLOCKS[winner.product.block]
+        x = jax.ShapeDtypeStruct((product.rows, product.k), jnp.float32)
+        words = product.k // 256 * block.words
+        weights = jax.ShapeDtypeStruct((2, product.outputs // 16, words), jnp.uint32)
+        operands = jax.eval_shape(functools.partial(prepare, block=block), x), weights
+        run = tune.every_layer(subjects[product], winner.tiles)
+        for report in compile_kernels.compile_kernels(run, operands, h200):
+            assert report.spilled_bytes == 0, winner
 
 
 @pytest.mark.parametrize("name", BLOCKS)
