@@ -30,7 +30,7 @@ from bench.attention import chunk_operands  # noqa: E402
 from bench.attention import operands as attention_operands  # noqa: E402
 from bench.deltanet import GDN_SIZES, gdn_operands  # noqa: E402
 from bench.head import CASES as HEAD_CASES  # noqa: E402
-from bench.head import HeadCase, head_operands, head_program  # noqa: E402
+from bench.head import HeadCase, engine_tiles, head_operands, head_program  # noqa: E402
 from bench.inputs import CASES as INPUTS_CASES  # noqa: E402
 from bench.inputs import InputsCase, make_inputs, run_inputs  # noqa: E402
 from bench.kernels import CASES, FORMAT_CASES, Case  # noqa: E402
@@ -45,7 +45,7 @@ from pallas_kernels.attention_prefill import attn_prefill  # noqa: E402
 from pallas_kernels.cached_rows import empty  # noqa: E402
 from pallas_kernels.decode_activations import Activations, prepare  # noqa: E402
 from pallas_kernels.decode_blocks import BLOCKS  # noqa: E402
-from pallas_kernels.decode_cuts import Tiles, default_tiles  # noqa: E402
+from pallas_kernels.decode_cuts import Tiles  # noqa: E402
 from pallas_kernels.decode_product import decode_product  # noqa: E402
 from pallas_kernels.deltanet_chunks import Plan as GdnPlan  # noqa: E402
 from pallas_kernels.deltanet_decode import Columns, gdn_decode  # noqa: E402
@@ -55,6 +55,7 @@ from pallas_kernels.deltanet_prefill import gdn_prefill  # noqa: E402
 from pallas_kernels.deltanet_rows import gated_rows, prepared_rows  # noqa: E402
 from pallas_kernels.prefill_inputs import prefill_inputs  # noqa: E402
 from pallas_kernels.prefill_product import prefill_activations  # noqa: E402
+from pallas_kernels.tile_choice import tiles_for  # noqa: E402
 
 ATTENTION_HEADS = [(8, 2), (16, 4), (24, 4)]
 """Query and KV heads of the 0.8B and 2B, the 4B and 9B, and the 27B model."""
@@ -137,9 +138,10 @@ def compile_kernels(
 
 
 def compile_product(case: Case, sharding, tiles: Tiles | None = None) -> Report:
-    """Returns the report of one decode product, by default with its default cut."""
+    """Returns the report of one decode product, by default with the engine's cut."""
     block = BLOCKS[case.block]
-    tiles = tiles or default_tiles(block, case.outputs, case.k, case.rows)
+    sizes = case.outputs, case.k, case.rows
+    tiles = tiles or tiles_for(block, *sizes, case.epilogue, card_of("h200").name)
     x = jax.ShapeDtypeStruct((case.rows, case.k), jnp.float32)
     prepared = jax.eval_shape(lambda x: prepare(x, block), x)
     words = case.k // 256 * block.words
@@ -170,7 +172,8 @@ def compile_head(case: HeadCase, sharding) -> Report:
         jax.ShapeDtypeStruct((1,), jnp.int32),
         jax.eval_shape(lambda: head_operands(case)),
     )
-    return compile_kernel(case.name, head_program(case), operands, sharding)
+    program = head_program(case, engine_tiles(case, card_of("h200").name))
+    return compile_kernel(case.name, program, operands, sharding)
 
 
 def compile_prefill(case: PrefillCase, sharding) -> Report:

@@ -19,9 +19,9 @@ import numpy as np
 from bench.kernels import make_tiles, read_bandwidth
 from bench.summary import RESULTS, Figure, record
 from bench.timing import kernel_times_us, wall_time_us
-from pallas_kernels.decode_activations import prepare
+from pallas_kernels.decode_activations import Activations, prepare
 from pallas_kernels.decode_blocks import BLOCKS
-from pallas_kernels.decode_cuts import default_tiles
+from pallas_kernels.decode_cuts import Tiles
 from pallas_kernels.decode_head import (
     Adjustments,
     Best,
@@ -30,6 +30,7 @@ from pallas_kernels.decode_head import (
     decode_head_reference,
 )
 from pallas_kernels.decode_product import decode_product
+from pallas_kernels.tile_choice import tiles_for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,10 +84,15 @@ def head_operands(case: HeadCase) -> HeadOperands:
     return HeadOperands(adjustments=adjustments)
 
 
-def head_program(case: HeadCase):
+def engine_tiles(case: HeadCase, device: str | None = None) -> Tiles:
+    """Returns the cut that the engine takes on a device, by default on this one."""
+    device = device or jax.devices()[0].device_kind
+    return tiles_for(BLOCKS[case.block], case.outputs, case.k, case.rows, "choice", device)
+
+
+def head_program(case: HeadCase, tiles: Tiles):
     """Returns a function of (prepared rows, weights, layer, operands)."""
     block = BLOCKS[case.block]
-    tiles = default_tiles(block, case.outputs, case.k, case.rows)
 
     def run(x, weights, layer, operands):
         return decode_head(
@@ -103,17 +109,10 @@ def head_program(case: HeadCase):
     return run
 
 
-def measure(case: HeadCase, roof: float) -> dict:
-    """Returns whether a case is right, its time and its share of the roof."""
+def check(case: HeadCase, tiles: Tiles, prepared: Activations, weights: jax.Array) -> dict:
+    """Returns whether the head chooses what plain JAX does from the logits, and does so again."""
     block, layer = BLOCKS[case.block], jnp.zeros((1,), jnp.int32)
-    tiles = default_tiles(block, case.outputs, case.k, case.rows)
-    layers = max(1, 400_000_000 // (case.outputs // 16 * case.k // 256 * block.words * 4))
-    weights = jnp.stack(
-        [make_tiles(block, case.outputs, case.k, jnp.int32(i)) for i in range(layers)]
-    )
-    x = jax.random.normal(jax.random.key(3), (case.rows, case.k))
-    operands, run = head_operands(case), jax.jit(head_program(case))
-    prepared = jax.jit(prepare, static_argnums=1)(x, block)
+    operands, run = head_operands(case), jax.jit(head_program(case, tiles))
     logits = jax.jit(lambda x, w: decode_product(x, w, layer, block, tiles))(prepared, weights)
     limits = dict(used=case.outputs - 100, candidates=case.candidates)
     want = jax.jit(functools.partial(decode_head_reference, **limits))(logits, operands)
@@ -126,12 +125,30 @@ def measure(case: HeadCase, roof: float) -> dict:
         same = bool(jnp.array_equal(got.logits, want.logits)) and float(off.max()) < 1e-5
     off_by = float(jnp.max(jnp.abs(got.log_sum - want.log_sum)))
     repeatable = all(map(np.array_equal, jax.tree.leaves(got), jax.tree.leaves(again)))
+    return dict(
+        same_choice=same,
+        log_sum_error=off_by,
+        repeatable=repeatable,
+        right=same and repeatable and off_by < 1e-4,
+    )
+
+
+def measure(case: HeadCase, roof: float) -> dict:
+    """Returns whether a case is right, its time and its share of the roof."""
+    block, tiles = BLOCKS[case.block], engine_tiles(case)
+    layers = max(1, 400_000_000 // (case.outputs // 16 * case.k // 256 * block.words * 4))
+    weights = jnp.stack(
+        [make_tiles(block, case.outputs, case.k, jnp.int32(i)) for i in range(layers)]
+    )
+    x = jax.random.normal(jax.random.key(3), (case.rows, case.k))
+    prepared = jax.jit(prepare, static_argnums=1)(x, block)
+    operands, checks = head_operands(case), check(case, tiles, prepared, weights)
 
     @jax.jit
     def loop(prepared, weights, operands):
         def body(i, total):
             at = jnp.full((1,), i % layers, jnp.int32)
-            return total + head_program(case)(prepared, weights, at, operands).log_sum
+            return total + head_program(case, tiles)(prepared, weights, at, operands).log_sum
 
         return jax.lax.fori_loop(0, 4 * layers, body, jnp.zeros(case.rows))
 
@@ -139,10 +156,7 @@ def measure(case: HeadCase, roof: float) -> dict:
     size = weights.nbytes / layers
     return dict(
         name=case.name,
-        same_choice=same,
-        log_sum_error=off_by,
-        repeatable=repeatable,
-        right=same and repeatable and off_by < 1e-4,
+        **checks,
         us=us,
         share=size / us / 1e3 / roof,
         step_us=wall_time_us(loop, prepared, weights, operands, repeats=3, calls=3) / (4 * layers),

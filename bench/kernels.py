@@ -24,6 +24,7 @@ from pallas_kernels.decode_activations import prepare
 from pallas_kernels.decode_blocks import BLOCKS
 from pallas_kernels.decode_cuts import Epilogue, Tiles, default_tiles
 from pallas_kernels.decode_product import decode_product
+from pallas_kernels.tile_choice import tiles_for
 
 LIMIT = 2.5e-3
 """Largest relative RMS error against float32 with unrounded activations."""
@@ -139,6 +140,14 @@ def make_tiles(block, outputs: int, k: int, layer: jax.Array) -> jax.Array:
     return block.tile(make_planes(block, outputs, k, layer))
 
 
+def make_layers(name: str, outputs: int, k: int) -> jax.Array:
+    """Returns the weights of more layers than the cache holds, or two of a head."""
+    block = BLOCKS[name]
+    layer_bytes = outputs // 16 * (k // 256 * block.words) * 4
+    layers = max(3, -(-200_000_000 // layer_bytes)) if layer_bytes < 500_000_000 else 2
+    return jnp.stack([make_tiles(block, outputs, k, jnp.int32(i)) for i in range(layers)])
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _reference(case: Case, block, layer: jax.Array, x: jax.Array) -> jax.Array:
     weights = block.format.unpack(make_planes(block, case.outputs, case.k, layer))
@@ -188,13 +197,8 @@ def read_bandwidth(num_bytes: int = 1 << 30) -> float:
 
 def measure(case: Case, roof: float, cuts: list[Tiles], deadline: float) -> list[dict]:
     """Returns a row for each cut of a case that fits the card."""
-    block = BLOCKS[case.block]
-    unit_words = case.k // 256 * block.words
-    layer_bytes = case.outputs // 16 * unit_words * 4
-    layers = max(3, -(-200_000_000 // layer_bytes)) if layer_bytes < 500_000_000 else 2
-    weights = jnp.stack(
-        [make_tiles(block, case.outputs, case.k, jnp.int32(i)) for i in range(layers)]
-    )
+    block, weights = BLOCKS[case.block], make_layers(case.block, case.outputs, case.k)
+    layers, layer_bytes = len(weights), weights.nbytes // len(weights)
     rows = []
     for tiles in cuts:
         if time.monotonic() > deadline:
@@ -280,7 +284,9 @@ def main() -> None:
     """Measures the cases and writes `products.json`, and figures unless it sweeps."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
-    parser.add_argument("--sweep", action="store_true", help="all cuts, not the default alone")
+    parser.add_argument(
+        "--sweep", action="store_true", help="other cuts too, not the engine's alone"
+    )
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--formats", action="store_true", help="the other formats too")
     parser.add_argument("--seconds", type=float, default=240, help="stop a sweep after this long")
@@ -292,8 +298,11 @@ def main() -> None:
     for case in CASES + (FORMAT_CASES if arguments.formats or arguments.only else []):
         if arguments.only and case.name not in arguments.only:
             continue
-        cuts = [default_tiles(BLOCKS[case.block], case.outputs, case.k, case.rows)]
-        cuts += [cut for cut in variants(case.k) if cut not in cuts] if arguments.sweep else []
+        block, device = BLOCKS[case.block], jax.devices()[0].device_kind
+        cuts = [tiles_for(block, case.outputs, case.k, case.rows, case.epilogue, device)]
+        if arguments.sweep:
+            others = [default_tiles(block, case.outputs, case.k, case.rows), *variants(case.k)]
+            cuts += [cut for cut in others if cut not in cuts]
         rows += measure(case, roof, cuts, deadline)
         document = json.dumps(dict(manifest=manifest(), roof_gb_s=roof, rows=rows), indent=1)
         folder = arguments.out / device_folder()

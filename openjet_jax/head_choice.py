@@ -152,9 +152,10 @@ def chooses_in_kernel(head: Projection, kind: SamplingKind) -> bool:
 
 def _tiles(head: Tiled, rows: int) -> Any:
     from pallas_kernels.decode_blocks import BLOCKS
-    from pallas_kernels.decode_cuts import default_tiles
+    from pallas_kernels.tile_choice import tiles_for
 
-    tiles = default_tiles(BLOCKS[head.formats[0]], *head.shape, rows=rows)
+    device = jax.devices()[0].device_kind
+    tiles = tiles_for(BLOCKS[head.formats[0]], *head.shape, rows, "choice", device)
     return dataclasses.replace(tiles, overlap=True)
 
 

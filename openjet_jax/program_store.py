@@ -20,7 +20,8 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-PACKAGES = ("openjet_jax", "pallas_kernels")
+SOURCES = ("openjet_jax/*.py", "pallas_kernels/*.py", "pallas_kernels/tuned_tiles/*.json")
+"""What programs are traced from: modules, and the measured cuts of products."""
 
 MAX_RECENT = 4
 """Programs that are remembered as those a process needs first: start, prefill, cycles."""
@@ -36,10 +37,14 @@ def cache_directory() -> pathlib.Path:
 @functools.cache
 def code_version() -> str:
     """Returns a hash of the sources that programs are traced from."""
+    return hash_of_sources(pathlib.Path(__file__).parent.parent)
+
+
+def hash_of_sources(root: pathlib.Path) -> str:
+    """Returns a hash of the names and contents of `SOURCES` below a directory."""
     digest = hashlib.sha256()
-    root = pathlib.Path(__file__).parent.parent
-    for package in PACKAGES:
-        for path in sorted((root / package).glob("*.py")):
+    for pattern in SOURCES:
+        for path in sorted(root.glob(pattern)):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

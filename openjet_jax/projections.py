@@ -220,10 +220,10 @@ def _decode(
     Where the layer is known when compiling, weights are fetched before the kernel before has ended.
     """
     from pallas_kernels.decode_blocks import BLOCKS
-    from pallas_kernels.decode_cuts import default_tiles
     from pallas_kernels.decode_inputs import decode_inputs
     from pallas_kernels.decode_product import decode_product
     from pallas_kernels.decode_words import WEIGHTS
+    from pallas_kernels.tile_choice import tiles_for
 
     block, padded = BLOCKS[name], 8 if x.count <= 8 else 16
     activations = next((made for made in x.prepared if made.operand == block.operand), None)
@@ -232,7 +232,8 @@ def _decode(
         rows = jnp.pad(x.values, ((0, padded - x.count), (0, 0)))
         activations = decode_inputs(rows, block).activations
     outputs, k = words.shape[1] * 16 - first, words.shape[2] // block.words * WEIGHTS
-    tiles = default_tiles(block, outputs, k, rows=padded)
+    device = jax.devices()[0].device_kind
+    tiles = tiles_for(block, outputs, k, padded, epilogue, device)
     tiles = dataclasses.replace(tiles, overlap=known)
     return decode_product(activations, words, layer, block, tiles, epilogue, first=first)
 

@@ -12,7 +12,14 @@ type Epilogue = Literal["none", "silu_gate"]
 STAGE_BLOCKS = 4
 """Blocks of a stage, one for each warp of a warpgroup."""
 
-_SHARED_LIMIT = 232448 - 1024
+GRIDS = {1: 132, 2: 132, 4: 120, 8: 120}
+"""Blocks of threads that run at once, by the size of their clusters.
+
+An H200 has room for 66 clusters of two, 30 of four, 15 of eight.
+"""
+
+SHARED_LIMIT = 232448 - 1024
+"""Bytes of shared memory that a block of threads may have on sm_90."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,14 +64,12 @@ def default_tiles(block: Block, outputs: int, k: int, rows: int = 8) -> Tiles:
 
     About 64 KB in flight in a block of threads are enough for the bandwidth, and more are worse.
     """
-    # An H200 has room for 66 clusters of two, 30 of four, 15 of eight.
-    parts_and_grids = ((1, 132), (2, 132), (4, 120), (8, 120))
     # One warpgroup cannot keep up with the memory: a last resort.
     for warpgroup_counts in ((3, 2), (1,)):
-        for (parts, grid), warpgroups in itertools.product(parts_and_grids, warpgroup_counts):
+        for (parts, grid), warpgroups in itertools.product(GRIDS.items(), warpgroup_counts):
             tiles = Tiles(warpgroups=warpgroups, parts=parts, grid=grid)
             cut = Cut.sized(block, tiles, "none", rows, outputs // ROWS, k)
-            if k % (WEIGHTS * parts) == 0 and cut.shared_bytes <= _SHARED_LIMIT:
+            if k % (WEIGHTS * parts) == 0 and cut.shared_bytes <= SHARED_LIMIT:
                 return tiles
     raise ValueError(f"{k=} with {rows=} fits no cut; split the matrix along k")
 
@@ -118,9 +123,9 @@ class Cut:
             raise ValueError(f"{first=} must be a multiple of {ROWS} below {units * ROWS}")
         cut = cls.sized(block, tiles, epilogue, rows, units - first // ROWS, blocks * WEIGHTS)
         cut = dataclasses.replace(cut, first_unit=first // ROWS)
-        if cut.shared_bytes > _SHARED_LIMIT:
+        if cut.shared_bytes > SHARED_LIMIT:
             raise ValueError(
-                f"{cut.shared_bytes} bytes of shared memory exceed {_SHARED_LIMIT}; "
+                f"{cut.shared_bytes} bytes of shared memory exceed {SHARED_LIMIT}; "
                 f"take fewer stages or more parts than {tiles=}"
             )
         return cut

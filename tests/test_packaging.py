@@ -9,6 +9,8 @@ import zipfile
 
 import pytest
 
+from pallas_kernels.tile_choice import FOLDER
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -48,6 +50,8 @@ def test_the_wheel_holds_every_module_and_the_model_and_no_top_level_convert(whe
         assert {f"{package}/{path.name}" for path in (ROOT / folder).glob("*.py")} <= names
     assert {"openjet_jax/py.typed", "pallas_kernels/py.typed"} <= names
     assert "openjet_jax/server/page.html" in names
+    tuned = {f"pallas_kernels/tuned_tiles/{p.name}" for p in FOLDER.glob("*.json")}
+    assert tuned and tuned <= names
     assert "openjet_jax/tiny/openjet-tiny-code-Q4_K_M.gguf" in names
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"openjet_jax", "pallas_kernels"}

@@ -14,6 +14,7 @@ from openjet_jax.compiled import Programs, ProgramStore
 from openjet_jax.conversation import Conversation
 from openjet_jax.depth import parse_depth
 from openjet_jax.settings import Sampling, SamplingKind
+from pallas_kernels.tile_choice import FOLDER
 
 GREEDY = SamplingKind()
 
@@ -155,6 +156,19 @@ def test_programs_that_the_last_process_needed_first_are_loaded_ahead(model, tmp
     assert again == ids and compiled_then == 0
     assert ahead == sorted(path.stem for path in tmp_path.glob("*.program"))
     assert not ProgramStore(tmp_path, "other")._ahead
+
+
+def test_a_change_of_measured_cuts_is_a_change_of_the_code(tmp_path):
+    for pattern in program_store.SOURCES:
+        path = tmp_path / pattern.replace("*", "one")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("1")
+        before = program_store.hash_of_sources(tmp_path)
+        path.write_text("2")
+        assert program_store.hash_of_sources(tmp_path) != before
+    root = FOLDER.parents[1]
+    files = {path for pattern in program_store.SOURCES for path in root.glob(pattern)}
+    assert set(FOLDER.iterdir()) <= files
 
 
 def test_programs_of_another_environment_are_not_loaded_ahead(model, tmp_path, monkeypatch):

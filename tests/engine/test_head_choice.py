@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from openjet_jax import head_choice
 from openjet_jax.draft_vocabulary import draft_logits, empty_slots, hold
 from openjet_jax.head_choice import choose_draft, choose_tokens, chooses_in_kernel
 from openjet_jax.loading import load
@@ -26,8 +27,10 @@ from openjet_jax.sampling import (
 from openjet_jax.settings import Sampling, SamplingKind
 from openjet_jax.tiling import tiled
 from openjet_jax.weights import Packed, Tiled
-from pallas_kernels import decode_head, decode_inputs, decode_product
+from pallas_kernels import decode_head, decode_inputs, decode_product, tile_choice
+from pallas_kernels.decode_cuts import Tiles
 from pallas_kernels.formats import FORMATS
+from pallas_kernels.tile_choice import Product, Winner
 
 VOCAB, USED, K = 1056, 1050, 256
 DRAFTS = jnp.asarray([5, 9, 5, 1000, 3, 2, 1], jnp.int32)
@@ -114,6 +117,26 @@ def test_rows_get_the_tokens_that_their_logits_give(head, settings, adjusted, ma
 @pytest.mark.parametrize("kind", [dict(method="plain"), dict(method="full"), dict(ranked=True)])
 def test_other_kinds_choose_from_logits(head, kind):
     assert not chooses_in_kernel(head, SamplingKind(**kind))
+
+
+def test_a_head_that_chooses_goes_through_its_own_winner(head, monkeypatch):
+    (name,), default = head.formats, Tiles(overlap=True)
+    choosing = Product(block=name, outputs=VOCAB, k=K, rows=8, epilogue="choice")
+    plain = dataclasses.replace(choosing, epilogue="none")
+    found = {
+        product: Winner(
+            product=product,
+            tiles=Tiles(stages=stages),
+            us=1.0,
+            default_us=2.0,
+            commit=None,
+            date="",
+        )
+        for product, stages in ((choosing, 3), (plain, 1))
+    }
+    assert head_choice._tiles(head, 8) == default
+    monkeypatch.setattr(tile_choice, "winners_on", lambda device: found)
+    assert head_choice._tiles(head, 8) == dataclasses.replace(default, stages=3)
 
 
 @pytest.fixture(scope="module")

@@ -33,10 +33,11 @@ from openjet_jax.weights import (
     Tiled,
     Within,
 )
-from pallas_kernels import decode_inputs, decode_product
+from pallas_kernels import decode_inputs, decode_product, tile_choice
 from pallas_kernels.decode_blocks import BLOCKS
-from pallas_kernels.decode_cuts import default_tiles
+from pallas_kernels.decode_cuts import Tiles, default_tiles
 from pallas_kernels.formats import FORMATS
+from pallas_kernels.tile_choice import Product, Winner
 from tests.kernels import warp_model
 
 K, LAYERS = 256, 2
@@ -176,6 +177,29 @@ def test_a_joined_matrix_is_cut_along_k_as_its_parts_are(name):
     for k, *outputs in ((5120, 12288, 1024, 1024), (5120, 10240, 6144), (5120, 17408, 17408)):
         cuts = {default_tiles(block, n, k).parts for n in (*outputs, sum(outputs))}
         assert len(cuts) == 1
+
+
+def test_a_product_goes_through_its_winner_on_this_device(monkeypatch):
+    product = Product(block="q4_k", outputs=32, k=K, rows=8, epilogue="none")
+    winner = Winner(
+        product=product, tiles=Tiles(stages=3), us=1.0, default_us=2.0, commit=None, date=""
+    )
+    asked, taken = [], []
+
+    def winners_on(device):
+        asked.append(device)
+        return {product: winner}
+
+    def watched(x, weights, layer, block, tiles, *rest, **more):
+        taken.append(tiles)
+        return warp_model.decode_product(x, weights, layer, block, tiles, *rest, **more)
+
+    monkeypatch.setattr(tile_choice, "winners_on", winners_on)
+    monkeypatch.setattr(decode_product, "decode_product", watched)
+    for count in (32, 48):
+        project(rows(), apart(packed(count, "q4_k", "q4_k")), 1)
+    assert taken == [Tiles(stages=3, overlap=True), Tiles(overlap=True)]
+    assert set(asked) == {jax.devices()[0].device_kind}
 
 
 def test_tiled_projections_alone_are_as_before():
