@@ -14,7 +14,7 @@ ORDER = [
     {"config", "program_store", "dispatches", "interrupts", "startup"},
     {"device_memory", "described", "llama_logits"},
     {"settings"},
-    {"filters", "weights"},
+    {"filters", "weights", "placing"},
     {"qwen4exp_weights", "projections"},
     {"sampling", "draft_vocabulary", "checkpoint", "row_tables", "leaf_files", "stacks", "tiling"},
     {"state", "layers", "layer_loop", "head_choice"},
