@@ -154,6 +154,10 @@ def evaluate(
     """
     window, vocab = reader.programs.decode.context, reader.model.config.vocab
     known = checked_ids(ids, vocab)
+    if window < 3:
+        raise ValueError(f"{window=} must be at least 3: the second half counts, but for its last")
+    if windows is not None and windows < 1:
+        raise ValueError(f"{windows=} must be at least 1")
     if isinstance(base, Reader):
         _check_base(base, window, vocab)
     elif base is not None:

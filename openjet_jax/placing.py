@@ -148,12 +148,18 @@ class Sending(Placing):
     """
 
     def __init__(self, reader: Any, send: Any, plan: Planning):
-        """Starts compiling."""
+        """Starts compiling, for JAX's default device as it is here."""
         self._reader, self._send = reader, send
+        device = jax.config.jax_default_device
+
+        def compiled(lower: Any) -> Any:
+            # Threads have a default of their own.
+            with jax.default_device(device):
+                return lower().compile()
+
         self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compile")
         self._programs: dict[Any, Future] = {
-            key: self._pool.submit(lambda lower: lower().compile(), lower)
-            for key, lower in plan.programs.items()
+            key: self._pool.submit(compiled, lower) for key, lower in plan.programs.items()
         }
 
     def __enter__(self) -> Self:

@@ -117,15 +117,15 @@ class Winner:
           ValueError: it is none.
         """
         fields = {field.name for field in dataclasses.fields(Product)}
-        given = dict(entry)
         try:
+            given = dict(entry)
             product = Product(**{name: given.pop(name) for name in fields & given.keys()})
             tiles = given.pop("tiles")
             if tiles.keys() != set(TUNED):
                 raise ValueError(f"tiles must name {', '.join(TUNED)}, not {', '.join(tiles)}")
             return cls(product=product, tiles=Tiles(**tiles), **given)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{dict(entry)} is no winner: {error}") from error
+            raise ValueError(f"{entry} is no winner: {error}") from error
 
     def entry(self) -> dict[str, Any]:
         """Returns the winner as `of` takes it, JSON-ready."""
@@ -143,17 +143,17 @@ def read_winners(path: pathlib.Path) -> dict[Product, Winner]:
     """Returns the winners of a file by product.
 
     Raises:
-      ValueError: an entry that is no winner, or a second one for a product.
+      ValueError: not a file of winners, an entry that is none, or a second one for a product.
     """
     winners: dict[Product, Winner] = {}
-    for entry in json.loads(path.read_text())["winners"]:
-        try:
+    try:
+        for entry in json.loads(path.read_text())["winners"]:
             winner = Winner.of(entry)
             if winner.product in winners:
                 raise ValueError(f"{winner.product} has two winners")
-        except ValueError as error:
-            raise ValueError(f"{path.name}: {error}; run bench/tune.py again") from error
-        winners[winner.product] = winner
+            winners[winner.product] = winner
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path.name}: {error}; run bench/tune.py again") from error
     return winners
 
 

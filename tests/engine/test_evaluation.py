@@ -91,6 +91,13 @@ def test_a_row_is_read_back_to_half_a_step_of_16_bits(tmp_path, ids, logits):
     assert 0 < file.resolution(0) <= 16 / 65535 * 1.001
 
 
+def test_windows_without_a_position_that_counts_are_refused(model, ids):
+    with pytest.raises(ValueError, match="window=2 must be at least 3"):
+        evaluate(reader(model, 2), ids)
+    with pytest.raises(ValueError, match="windows=0 must be at least 1"):
+        evaluate(reader(model, WINDOW), ids, windows=0)
+
+
 @pytest.mark.parametrize("kv_dtype", ["float32", "q8_0"])
 def test_a_file_that_llama_cpp_wrote_is_read_and_agrees(model, kv_dtype):
     """Of build 0c1e570 on a CPU, which rounds activations to q8_0: `-c 48 --chunks 4 -ctk f32`."""

@@ -268,6 +268,18 @@ def test_golden_models_that_are_tiled_as_they_are_read_are_the_same(name, archit
         np.testing.assert_array_equal(a, b)
 
 
+def test_programs_are_compiled_for_the_default_device_of_who_loads():
+    class Lowered:
+        def compile(self):
+            return jax.config.jax_default_device
+
+    plan = placing.Planning()
+    plan.programs["program"] = Lowered
+    device = jax.devices()[0]
+    with jax.default_device(device), placing.Sending(None, None, plan) as sending:
+        assert sending._programs["program"].result() == device
+
+
 def test_a_damaged_leaf_is_found_while_it_is_tiled(tmp_path):
     model = load("tiny", backend="reference")
     shutil.copytree(model.directory, tmp_path / "tiny")

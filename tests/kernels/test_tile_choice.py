@@ -136,3 +136,11 @@ def test_winners_compile_to_machine_code_without_spills(h200):
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_is_found_by_the_name_of_its_format(name):
     assert BLOCKS[name].format.name == name
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"winners": [1]}', '{"winners": 3}', "no JSON"])
+def test_a_file_that_holds_no_winners_is_named(text, tmp_path):
+    path = tmp_path / "nvidia_h200.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"nvidia_h200\.json: .*run bench/tune\.py again"):
+        read_winners(path)
