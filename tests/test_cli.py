@@ -330,7 +330,7 @@ REFUSALS = [
     ("evaluate PLAIN --base-logits good.npy", "good.npy is not a file of logits; write one with"),
     ("evaluate PLAIN --base-logits absent", "absent: no such file"),
     ("evaluate PLAIN --base-logits good.npy --base x", "--base-logits is a base already"),
-    ("evaluate PLAIN --tokens good.npy --context 4 --windows 0", "less than one window"),
+    ("evaluate PLAIN --tokens good.npy --context 4 --windows 0", "windows=0 must be at least 1"),
     ("evaluate PLAIN --tokens good.npy --backend fast", "backend='fast' must be one of"),
     ("evaluate PLAIN --tokens good.npy --base-kv-dtype int3", "kv_dtype='int3' is not supported"),
     ("inspect PLAIN --device abacus", "device='abacus' is not described"),
