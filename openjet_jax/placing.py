@@ -32,6 +32,10 @@ class Unread:
         """Shape and dtype of the array to be."""
         raise NotImplementedError
 
+    def layer(self, slot: int | None) -> Self:
+        """Returns one layer of it, or all of it with None."""
+        raise NotImplementedError
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Piece:
@@ -121,8 +125,7 @@ class Planning(Placing):
     def take(self, leaf: Any, slot: int | None = None) -> Any:
         """Returns the array's shape; see `Placing`."""
         self.wanted.append((leaf, slot))
-        shape = leaf.spec.shape if slot is None else (1, *leaf.spec.shape[1:])
-        return jax.ShapeDtypeStruct(shape, leaf.spec.dtype)
+        return leaf.layer(slot).spec
 
     def new(self, spec: jax.ShapeDtypeStruct) -> Any:
         """Returns the shape; see `Placing`."""

@@ -72,7 +72,7 @@ class Stack(Unread):
         layers = (len(self.entries),) if self.stacked else ()
         return jax.ShapeDtypeStruct((*layers, *plane.shape), np.dtype(plane.dtype))
 
-    def layer(self, slot: int | None) -> "Stack":
+    def layer(self, slot: int | None) -> Self:
         """Returns one layer of the stack, or all of it with None."""
         return self if slot is None else dataclasses.replace(self, entries=(self.entries[slot],))
 
@@ -93,16 +93,7 @@ def specs_of(config: CheckpointConfig) -> Weights:
     Raises:
       CheckpointError: the tensors are not those of the model.
     """
-    return jax.tree.map(lambda stack: stack.spec, _layout(config))
-
-
-def unread(config: CheckpointConfig) -> Weights:
-    """Returns a `Stack` in place of every array of the weights, for a `Reader`.
-
-    Raises:
-      CheckpointError: the tensors are not those of the model.
-    """
-    return _layout(config)
+    return jax.tree.map(lambda stack: stack.spec, unread(config))
 
 
 def load_weights(directory: Path) -> tuple[ModelConfig, Weights]:
@@ -116,7 +107,7 @@ def load_weights(directory: Path) -> tuple[ModelConfig, Weights]:
         was written.
     """
     config = read_config(directory)
-    stacks, tree = jax.tree.flatten(_layout(config))
+    stacks, tree = jax.tree.flatten(unread(config))
     with Reader(directory, [(stack, None) for stack in stacks]) as reader:
         loaded = [sent(reader.take(stack)) for stack in stacks]
     return config.model, jax.tree.unflatten(tree, loaded)
@@ -252,8 +243,12 @@ class _Mapped:
         return self.array
 
 
-def _layout(config: CheckpointConfig) -> Weights:
-    """Returns `Weights` with a `Stack` in place of every array."""
+def unread(config: CheckpointConfig) -> Weights:
+    """Returns a `Stack` in place of every array of the weights, for a `Reader`.
+
+    Raises:
+      CheckpointError: the tensors are not those of the model.
+    """
     fields: dict[str, list[TensorEntry]] = {}
     for entry in sorted(config.tensors, key=lambda entry: entry.slot):
         fields.setdefault(entry.field, []).append(entry)

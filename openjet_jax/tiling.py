@@ -39,6 +39,9 @@ _STACKED: dict[type, tuple[str, ...]] = {
 }
 """Projections that meet the same activations, in the order in which `project_each` takes them."""
 
+_HERE = Placing()
+"""For arrays that are on the device."""
+
 _PAIRED: dict[type, tuple[str, str]] = {
     FeedForwardWeights: ("gate", "up"),
     ExpertWeights: ("shared_gate", "shared_up"),
@@ -82,7 +85,7 @@ def tiled_weights(weights: Weights, placing: Placing | None = None) -> Weights:
     """
     if placing is None:
         shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(weights))
-        placing = Planning() if shapes else Placing()
+        placing = Planning() if shapes else _HERE
     mtp = weights.mtp
     heads = [weights.head, mtp.head if mtp is not None else None]
     slots = mtp is not None and mtp.draft is not None and not mtp.draft.whole
@@ -115,7 +118,7 @@ def tiled(
     *,
     keep_rows: bool,
     keep: set[int] | frozenset[int] = frozenset(),
-    placing: Placing | None = None,
+    placing: Placing = _HERE,
 ) -> Packed | Tiled:
     """Returns one projection in the kernels' order, or as it is where they cannot read it.
 
@@ -133,11 +136,9 @@ def tiled(
     return dataclasses.replace(one, parts=weight.parts, packed=weight if keep_rows else None)
 
 
-def _read(tree: Any, placing: Placing | None) -> Any:
-    """Returns arrays, or module of them, with those that are yet to be read."""
-    placing = placing or Placing()
-    is_unread = lambda x: isinstance(x, Unread)  # noqa: E731
-    return jax.tree.map(lambda x: placing.take(x) if is_unread(x) else x, tree, is_leaf=is_unread)
+def _read(tree: Any, placing: Placing) -> Any:
+    """Returns a module with the arrays in it that are yet to be read."""
+    return jax.tree.map(lambda x: placing.take(x) if isinstance(x, Unread) else x, tree)
 
 
 def _can_be_tiled(weight: Packed) -> bool:
@@ -149,7 +150,7 @@ def _can_be_tiled(weight: Packed) -> bool:
 
 
 def _one_matrix(
-    projections: list[Packed], paired: bool, keep: set[int] | None, placing: Placing | None
+    projections: list[Packed], paired: bool, keep: set[int] | None, placing: Placing
 ) -> Tiled:
     """Returns projections of equal formats as one, tiled.
 
@@ -162,7 +163,6 @@ def _one_matrix(
     from pallas_kernels.decode_blocks import BLOCKS
     from pallas_kernels.decode_words import ROWS, WEIGHTS
 
-    placing = placing or Placing()
     first, rows = projections[0], tuple(projection.shape[0] for projection in projections)
     k, stacks = first.shape[1], []
     for index, name in enumerate(first.formats):
@@ -221,7 +221,7 @@ def _free(planes: Planes, keep: set[int] | frozenset[int] = frozenset()) -> None
             plane.delete()
 
 
-def _joined(node: Any, placing: Placing | None = None) -> dict[str, Any]:
+def _joined(node: Any, placing: Placing = _HERE) -> dict[str, Any]:
     """Returns the fields of a module that become one matrix, and those that are within it."""
     changed: dict[str, Any] = {}
     if names := _PAIRED.get(type(node)):
@@ -246,7 +246,7 @@ def _alike(a: Packed, b: Packed) -> bool:
     )
 
 
-def _join(projections: list[Packed], placing: Placing | None) -> Packed | Tiled:
+def _join(projections: list[Packed], placing: Placing) -> Packed | Tiled:
     """Returns one projection: rows one below the other; frees the parts."""
     rows = tuple(projection.shape[0] for projection in projections)
     shape = (sum(rows), projections[0].shape[1])
