@@ -8,7 +8,6 @@ alone, and so do its bits. Flash-Decoding (Dao et al., 2023).
 
 import dataclasses
 import functools
-import math
 from typing import Any, Self
 
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import ptx
-from pallas_kernels.attention_panels import WIDTH
+from pallas_kernels.attention_panels import LOWEST, SCALE, WIDTH
 from pallas_kernels.cached_rows import CachedRows
 from pallas_kernels.lane_kernel import lane_kernel
 
@@ -37,9 +36,6 @@ MERGERS = 4
 
 _MERGED_BYTES = 16
 """What a thread hands over: a largest score, a total, and two sums."""
-
-_LOWEST = -1e30
-_SCALE = math.log2(math.e) / math.sqrt(WIDTH)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,7 +189,7 @@ def merge_kernel(isa, cut: Cut, gates_at, sums, stats, gate, counts, out, shared
         return _with_parts(isa, carry, parts)
 
     zero = isa.Float(0.0)
-    carry = isa.Float(_LOWEST), zero, [zero, zero]
+    carry = isa.Float(LOWEST), zero, [zero, zero]
     carry = isa.loop(0, (chunks + (AT_ONCE - 1)) // AT_ONCE, MERGERS, carry, add)
 
     def place(other):
@@ -226,7 +222,7 @@ def _with_parts(isa, carry, parts):
       parts: whether each counts, and its largest score, total and sums.
     """
     top, total, acc = carry
-    tops = [isa.select_float(inside, m, isa.Float(_LOWEST)) for inside, m, *_ in parts]
+    tops = [isa.select_float(inside, m, isa.Float(LOWEST)) for inside, m, *_ in parts]
     new_top = functools.reduce(isa.maximum, tops, top)
     shrink = _shrunk(isa, top, new_top)
     total, *acc = (isa.product_of(x, shrink) for x in (total, *acc))
@@ -239,4 +235,4 @@ def _with_parts(isa, carry, parts):
 
 def _shrunk(isa, old, new):
     """Returns the factor of sums whose largest score was `old`: exactly 1 where it still is."""
-    return isa.exp2(isa.product_of(isa.sum_of(old, -new), isa.Float(_SCALE)))
+    return isa.exp2(isa.product_of(isa.sum_of(old, -new), isa.Float(SCALE)))

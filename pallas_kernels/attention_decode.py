@@ -26,6 +26,7 @@ from pallas_kernels.attention_panels import (
     BfloatPanels,
     Panels,
     Q8Panels,
+    bring_queries,
     piece_place,
 )
 from pallas_kernels.attention_prefill import ROWS as MATRIX_ROWS
@@ -370,22 +371,19 @@ def _load_queries(at: Block) -> None:
     piece, row = at.thread & 31, (at.thread >> 5) & 3
     rows = [row + 4 * turn for turn in range(MATRIX_ROWS // 4)]
     used = plan.group * ROWS // 4
-    for begin in range(0, used, _AT_ONCE):
-        some, loaded = rows[begin : min(begin + _AT_ONCE, used)], []
-        for row in some:
-            # Row m of the matrix is row m % 8 of head m / 8.
-            head = at.kv_head * plan.group + (row >> 3)
-            place = ((row & 7) * plan.heads + head) * (WIDTH // 8) + piece
-            address = isa.offset_address(at.q, place, 32)
-            loaded.append(
-                isa.load_global_floats(address, 0, 4) + isa.load_global_floats(address, 16, 4)
-            )
-        for row, x in zip(some, loaded, strict=True):
-            words = [isa.pack_halves(*x[i : i + 2]) for i in range(0, 8, 2)]
-            isa.store_shared(at.queries + piece_place(row, piece, MATRIX_ROWS), words)
+
+    def source_of(row):
+        # Row m of the matrix is row m % 8 of head m / 8.
+        head = at.kv_head * plan.group + (row >> 3)
+        place = ((row & 7) * plan.heads + head) * (WIDTH // 8) + piece
+        return isa.offset_address(at.q, place, 32)
+
+    def place_of(row):
+        return at.queries + piece_place(row, piece, MATRIX_ROWS)
+
+    bring_queries(isa, rows[:used], source_of, place_of, _AT_ONCE)
     for row in rows[used:]:
-        place = at.queries + piece_place(row, piece, MATRIX_ROWS)
-        isa.store_shared(place, [isa.Word(0)] * 4)
+        isa.store_shared(place_of(row), [isa.Word(0)] * 4)
     isa.fence_shared_writes()
     isa.sync_threads(1, 128)
 

@@ -9,11 +9,21 @@ Keys are made float16: they and the queries are normalised, and three bits more 
 spare scores most of their error. Values may be of any size, and stay bfloat16.
 """
 
+import itertools
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pallas_kernels.cached_rows import GROUP
 
 WIDTH = 256
+
+SCALE = math.log2(math.e) / math.sqrt(WIDTH)
+"""Of scores: softmax is taken to base 2."""
+
+LOWEST = -1e30
+"""A largest score before there is one."""
+
 TILE = 80
 """Positions of a prompt's tile: as many as registers hold scores of; queries are read once for each
 tile."""
@@ -26,6 +36,33 @@ TILE_BYTES = 2 * TILE * WIDTH
 def piece_place(row, piece, rows: int):
     """Returns where 16 bytes number `piece` of a row stand in panels of so many rows, in bytes."""
     return (piece >> 3) * (rows * PANEL_BYTES) + row * PANEL_BYTES + ((piece ^ row) & 7) * 16
+
+
+def bring_queries(
+    isa,
+    rows: Iterable[Any],
+    source_of: Callable[[Any], Any],
+    place_of: Callable[[Any], Any],
+    at_once: int,
+) -> None:
+    """Writes this thread's pieces of the queries to shared memory, rounded to float16.
+
+    Args:
+      isa: instructions: `ptx`, or a model of them.
+      rows: of which it has eight values each.
+      source_of: the global address of those of a row.
+      place_of: their address in shared memory.
+      at_once: pieces that wait for memory together.
+    """
+    for some in itertools.batched(rows, at_once):
+        loaded = []
+        for source in map(source_of, some):
+            loaded.append(
+                isa.load_global_floats(source, 0, 4) + isa.load_global_floats(source, 16, 4)
+            )
+        for row, x in zip(some, loaded, strict=True):
+            words = [isa.pack_halves(*x[i : i + 2]) for i in range(0, 8, 2)]
+            isa.store_shared(place_of(row), words)
 
 
 class Panels:

@@ -21,14 +21,17 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import ptx
 from pallas_kernels.attention_panels import (
+    LOWEST,
     PANEL_BYTES,
     PANELS,
+    SCALE,
     TILE,
     TILE_BYTES,
     WIDTH,
     BfloatPanels,
     Panels,
     Q8Panels,
+    bring_queries,
     piece_place,
 )
 from pallas_kernels.cached_rows import CachedRows, Q8Rows
@@ -50,8 +53,6 @@ _THREADS = 128 * (HEADS + 1)
 _QUERY_BYTES = 2 * ROWS * WIDTH
 _AT_ONCE = 16  # loads of a thread that wait for memory together
 _PRODUCERS = 2  # warps that bring keys, and warps that bring values
-_LOWEST = -1e30
-_SCALE = math.log2(math.e) / math.sqrt(WIDTH)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,20 +299,18 @@ def _load_queries(at: Places, queries) -> None:
     isa, plan = at.isa, at.plan
     thread = at.thread & 127
     piece = thread & 31
-    for first in range(0, ROWS, 4 * _AT_ONCE // 2):
-        rows = [(thread >> 5) + (first + 4 * turn) for turn in range(_AT_ONCE // 2)]
-        loaded = []
-        for row in rows:
-            source = at.row + row
-            source = isa.select(source < plan.rows, source, plan.rows - 1)
-            place = (source * plan.heads + at.head) * (WIDTH // 8) + piece
-            address = isa.offset_address(at.q, place, 32)
-            loaded.append(
-                isa.load_global_floats(address, 0, 4) + isa.load_global_floats(address, 16, 4)
-            )
-        for row, x in zip(rows, loaded, strict=True):
-            words = [isa.pack_halves(*x[i : i + 2]) for i in range(0, 8, 2)]
-            isa.store_shared(queries + piece_place(row, piece, ROWS), words)
+
+    def source_of(row):
+        source = at.row + row
+        source = isa.select(source < plan.rows, source, plan.rows - 1)
+        place = (source * plan.heads + at.head) * (WIDTH // 8) + piece
+        return isa.offset_address(at.q, place, 32)
+
+    def place_of(row):
+        return queries + piece_place(row, piece, ROWS)
+
+    rows = ((thread >> 5) + first for first in range(0, ROWS, 4))
+    bring_queries(isa, rows, source_of, place_of, _AT_ONCE // 2)
     isa.fence_shared_writes()
     isa.sync_threads(at.group + 1, 128)
 
@@ -369,7 +368,7 @@ class Consumer:
           the totals that the sums are to be divided by, and where the tile after the last comes.
         """
         at, isa = self.at, self.isa
-        zero, low = isa.Float(0.0), isa.Float(_LOWEST)
+        zero, low = isa.Float(0.0), isa.Float(LOWEST)
         scores = self._scores(ring)
         isa.wgmma_wait(0)
         scores = isa.pin(scores)
@@ -458,7 +457,7 @@ class Consumer:
     def _softmax(self, scores, tile, tops, totals, masked: bool):
         """Returns both rows' weights, largest scores, totals, and old sums' factors."""
         isa = self.isa
-        scale = isa.Float(_SCALE)
+        scale = isa.Float(SCALE)
         weights, new_tops, new_totals, shrinks = [], [], [], []
         for half in range(2):
             mine = [

@@ -14,6 +14,7 @@ from pallas_kernels.decode_words import (
     MINUS_1024,
     MINUS_16384,
     Operand,
+    add_run,
     add_scaled,
     bits_of,
     code_dims,
@@ -87,13 +88,9 @@ class KBlock:
         ]
         sums = [isa.mma(s * 2, operand.offsets(tile), zero) for tile in range(len(totals))]
         for run in range(8):
-            a, b = (nibble_pairs(isa, nibbles, high, run, row) for row in (0, 1))
+            rows = [nibble_pairs(isa, nibbles, high, run, row) for row in (0, 1)]
             scale = [isa.byte_to_float(scales[2 * h + run // 4], run % 4) for h in (0, 1)]
-            for tile in range(len(totals)):
-                x = operand.fragments(run, tile)
-                values = isa.mma([a[0], b[0], a[1], b[1]], x[:2], zero)
-                values = isa.mma([a[2], b[2], a[3], b[3]], x[2:], values)
-                sums[tile] = add_scaled(isa, sums[tile], scale, values)
+            sums = add_run(isa, sums, rows, scale, operand, run)
         m = [
             isa.add_halves(isa.permute_bytes(mins, 0x64646464, selector), MINUS_1024)
             for selector in (0x4140, 0x4342)

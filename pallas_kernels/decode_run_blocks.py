@@ -11,6 +11,7 @@ from pallas_kernels.decode_scales import FloatScales, Scales, scaled_offsets
 from pallas_kernels.decode_words import (
     NIBBLE_AXES,
     Operand,
+    add_run,
     add_scaled,
     bits_of,
     code_dims,
@@ -114,20 +115,16 @@ class ByteBlock:
         for run in range(8):
             words = codes[run] if self.table is None else codes[run // 2][2 * (run % 2) :][:2]
             # Bytes of 0x64 make 1024 + u; of 0x74, 16384 + 16 u, for activations over 16.
-            a, b = (
+            rows = [
                 [
                     isa.permute_bytes(word, 0x64746474, selector)
                     for word in row
                     for selector in (0x5150, 0x4342)
                 ]
                 for row in self.codes(isa, words)
-            )
+            ]
             d = [self.scales.of_group(isa, scales, h, run) for h in (0, 1)]
-            for tile in range(len(totals)):
-                x = operand.fragments(run, tile)
-                values = isa.mma([a[0], b[0], a[1], b[1]], x[:2], zero)
-                values = isa.mma([a[2], b[2], a[3], b[3]], x[2:], values)
-                sums[tile] = add_scaled(isa, sums[tile], d, values)
+            sums = add_run(isa, sums, rows, d, operand, run)
         if self.scales.whole:
             return sums
         d = self.scales.of_block(isa, scales, 1.0)
@@ -183,13 +180,9 @@ class PairBlock:
             for tile, total in enumerate(totals)
         ]
         for run in range(8):
-            a, b = (nibble_pairs(isa, nibbles, high, run, row) for row in (0, 1))
+            rows = [nibble_pairs(isa, nibbles, high, run, row) for row in (0, 1)]
             d = [self.numbers.of_group(isa, scales, h, run) for h in (0, 1)]
-            for tile in range(len(totals)):
-                x = operand.fragments(run, tile)
-                values = isa.mma([a[0], b[0], a[1], b[1]], x[:2], zero)
-                values = isa.mma([a[2], b[2], a[3], b[3]], x[2:], values)
-                sums[tile] = add_scaled(isa, sums[tile], d, values)
+            sums = add_run(isa, sums, rows, d, operand, run)
         return [
             add_scaled(isa, part, low, isa.mma(mins * 2, operand.sums(tile), zero))
             for tile, part in enumerate(sums)

@@ -205,6 +205,28 @@ def pick_pairs(lane):
     return (lane & 3) * 0x202 + 0x100
 
 
+def add_run(
+    isa, sums: list[list[Any]], rows: Any, scale: list[Any], operand: "Operand", run: int
+) -> list[list[Any]]:
+    """Returns sums of all tiles with a run of 32 weights added, under one scale a row.
+
+    Args:
+      isa: `ptx`, or a model of it.
+      sums: of each tile.
+      rows: float16 pairs of rows g and g + 8, four words each.
+      scale: of rows g and g + 8.
+      operand: the activations.
+      run: which.
+    """
+    (a, b), zero, added = rows, [isa.Float(0.0)] * 4, []
+    for tile, part in enumerate(sums):
+        x = operand.fragments(run, tile)
+        values = isa.mma([a[0], b[0], a[1], b[1]], x[:2], zero)
+        values = isa.mma([a[2], b[2], a[3], b[3]], x[2:], values)
+        added.append(add_scaled(isa, part, scale, values))
+    return added
+
+
 def add_scaled(isa, sums: list[Any], scale: list[Any], values: list[Any]) -> list[Any]:
     """Returns sums + scale * values for rows g and g + 8."""
     return [isa.fma(scale[i // 2], values[i], sums[i]) for i in range(4)]
