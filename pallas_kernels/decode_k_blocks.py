@@ -34,6 +34,30 @@ from pallas_kernels.matmul_q2 import Q2_K
 from pallas_kernels.packed import PackedFormat
 
 
+def _fragment(isa, words: list[list[Any]], pick) -> list[Any]:
+    """Returns bytes, 16 times as large in float16, as a left-hand fragment.
+
+    Args:
+      isa: `ptx`, or a model of it.
+      words: two for each word of the fragment.
+      pick: of `pick_pairs`.
+    """
+    picked = [isa.permute_bytes(*two, pick) for two in words]
+    return [isa.add_halves(isa.merge(word, 0x00FF00FF, HALF_16384), MINUS_16384) for word in picked]
+
+
+def _tile_floats(planes: Mapping[str, jax.Array]) -> jax.Array:
+    """Returns the words (d, dmin) [8 g][rows g, g + 8]."""
+    pair = jnp.stack([unit_rows(bits_of(planes[name])) for name in ("d", "dmin")], -1)
+    return pack_words(pair, (2, 1, 0, 3), 16 * np.arange(2))
+
+
+def _floats(isa, pair: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns d and -dmin of rows g and g + 8."""
+    d = [isa.half_to_float(word, False) for word in pair]
+    return d, [-isa.half_to_float(word, True) for word in pair]
+
+
 class KBlock:
     """Blocks of q4_k (592 words) and q5_k (720): scales and mins of runs of 32.
 
@@ -53,7 +77,7 @@ class KBlock:
 
     def tile(self, planes: Mapping[str, jax.Array]) -> jax.Array:
         """Returns the words of planes; see `Block`."""
-        codes, two, byte = unpack_codes(planes, self.bits, 32), np.arange(2), 8 * np.arange(4)
+        codes, byte = unpack_codes(planes, self.bits, 32), 8 * np.arange(4)
         parts = [tile_nibbles(codes)]
         if self.bits == 5:
             parts.append(tile_fifths(codes))
@@ -61,9 +85,7 @@ class KBlock:
         shape = (*scales.shape[:-1], scales.shape[-1] // 8)
         parts.append(pack_words(scales.reshape(*shape, 2, 4), (2, 1, 0, 3, 4), byte))
         parts.append(pack_words(mins.reshape(*shape, 4, 2), (2, 1, 3, 0, 4), byte.reshape(2, 2)))
-        pair = jnp.stack([unit_rows(bits_of(planes[name])) for name in ("d", "dmin")], -1)
-        parts.append(pack_words(pair, (2, 1, 0, 3), 16 * two))
-        return join_words(parts)
+        return join_words([*parts, _tile_floats(planes)])
 
     def load(self, isa, address, lane) -> list[Any]:
         """Returns this lane's registers; see `Block`."""
@@ -82,10 +104,7 @@ class KBlock:
         """Returns the totals with this block's part; see `Block`."""
         nibbles, high, scales, (mins,), pair, pick = loaded
         zero = [isa.Float(0.0)] * 4
-        picked = [isa.permute_bytes(*scales[2 * h : 2 * h + 2], pick) for h in (0, 1)]
-        s = [
-            isa.add_halves(isa.merge(word, 0x00FF00FF, HALF_16384), MINUS_16384) for word in picked
-        ]
+        s = _fragment(isa, [scales[:2], scales[2:]], pick)
         sums = [isa.mma(s * 2, operand.offsets(tile), zero) for tile in range(len(totals))]
         for run in range(8):
             rows = [nibble_pairs(isa, nibbles, high, run, row) for row in (0, 1)]
@@ -95,8 +114,7 @@ class KBlock:
             isa.add_halves(isa.permute_bytes(mins, 0x64646464, selector), MINUS_1024)
             for selector in (0x4140, 0x4342)
         ]
-        d = [isa.half_to_float(word, False) for word in pair]
-        dmin = [-isa.half_to_float(word, True) for word in pair]
+        d, dmin = _floats(isa, pair)
         results = []
         for tile, total in enumerate(totals):
             total = add_scaled(isa, total, d, sums[tile])
@@ -110,8 +128,8 @@ class HalfRunBlock:
     Words: nibbles; for q6_k, upper bits [2 pairs of pairs][32 lanes][2 pairs of runs][rows g,
     g + 8], sixteen fields a word; scales [8 g][rows g, g + 8][16 bytes]; d [8 g][rows g, g + 8].
 
-    q3_k has 4.5625 bits a weight. Its codes less 8 are a quarter of what codes of six bits, four
-    times as large, are less 32.
+    q3_k has 4.5625 bits a weight. A code q of it stands for q - 8 = (4 q - 32) / 4: it is read as
+    the six-bit code 4 q, and the block's d over 4.
     """
 
     operand, num_offsets, has_mins = "half runs", 16, False
@@ -217,12 +235,11 @@ class Q2KBlock:
         codes = codes.reshape(*codes.shape[:-6], 2, 4, *codes.shape[-4:])
         row, half, e, o = np.ogrid[0:2, 0:2, 0:2, 0:2]
         shifts = 8 * row + 2 * half + 4 * e + 16 * o
-        pair = jnp.stack([unit_rows(bits_of(planes[name])) for name in ("d", "dmin")], -1)
         return join_words(
             [
                 pack_words(codes, (2, 3, 1, 6, 4, 0, 5, 7, 8), shifts),
                 *(tile_bytes(planes[name], 16) for name in ("scales", "mins")),
-                pack_words(pair, (2, 1, 0, 3), 16 * np.arange(2)),
+                _tile_floats(planes),
             ]
         )
 
@@ -249,14 +266,7 @@ class Q2KBlock:
         """Returns the totals with this block's part; see `Block`."""
         codes, scales, mins, pair, pick = loaded
         tiles, zero = range(len(totals)), [isa.Float(0.0)] * 4
-        fragment = [
-            isa.add_halves(
-                isa.merge(isa.permute_bytes(*words[i : i + 2], pick), 0x00FF00FF, HALF_16384),
-                MINUS_16384,
-            )
-            for i in (0, 2)
-            for words in scales
-        ]
+        fragment = _fragment(isa, [words[i : i + 2] for i in (0, 2) for words in scales], pick)
         sums = [scaled_offsets(isa, fragment, operand.offsets(tile)) for tile in tiles]
         least = [zero for _ in tiles]
         for run in range(8):
@@ -277,8 +287,7 @@ class Q2KBlock:
                     values = isa.mma([a[0], b[0], a[1], b[1]], x, zero)
                     sums[tile] = add_scaled(isa, sums[tile], scale, values)
                     least[tile] = isa.mma(m, x, least[tile])
-        d = [isa.half_to_float(word, False) for word in pair]
-        dmin = [-isa.half_to_float(word, True) for word in pair]
+        d, dmin = _floats(isa, pair)
         return [
             add_scaled(isa, add_scaled(isa, total, d, sums[tile]), dmin, least[tile])
             for tile, total in enumerate(totals)
