@@ -24,6 +24,7 @@ ORDER = [
     {"architectures"},
     {"cycle", "prefill", "state_checkpoints"},
     {"compiled", "draft_list"},
+    {"drafting_weights"},
     {"loading", "conversation", "memory"},
     {"answers", "checkpoint_store", "prefix_cache"},
     {"engine", "session_memory", "session_format", "token_splice"},

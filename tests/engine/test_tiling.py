@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from golden import relative_rms
 
-from openjet_jax import loading, placing, stacks, tiling
+from openjet_jax import drafting_weights, placing, stacks, tiling
 from openjet_jax.architectures import initial_state
 from openjet_jax.checkpoint import DamagedCheckpoint, read_config
 from openjet_jax.config import DecodeConfig
@@ -247,7 +247,7 @@ def test_weights_that_are_tiled_as_they_are_read_are_the_same(values, ahead, voc
     monkeypatch.setattr(stacks, "READ_AHEAD_BYTES", ahead)
     model = load("tiny", backend="reference", draft_vocab=vocab)
     config = read_config(model.directory)
-    got = loading.load_tiled(model.directory, config, model.draft)
+    got = drafting_weights.load_tiled(model.directory, config, model.draft)
     want = tiling.tiled_weights(model.weights)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -261,7 +261,7 @@ def test_weights_that_are_tiled_as_they_are_read_are_the_same(values, ahead, voc
 )
 def test_golden_models_that_are_tiled_as_they_are_read_are_the_same(name, architecture):
     case, directory = golden.case(name, architecture), golden.checkpoint_of(name, architecture)
-    got = loading.load_tiled(directory, read_config(directory), None)
+    got = drafting_weights.load_tiled(directory, read_config(directory), None)
     want = tiling.tiled_weights(jax.tree.map(jnp.copy, case.weights))
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -288,7 +288,7 @@ def test_a_damaged_leaf_is_found_while_it_is_tiled(tmp_path):
     data[1000] ^= 4
     leaf.write_bytes(data)
     with pytest.raises(DamagedCheckpoint, match="ffn.down.codes"):
-        loading.load_tiled(tmp_path / "tiny", read_config(tmp_path / "tiny"), model.draft)
+        drafting_weights.load_tiled(tmp_path / "tiny", read_config(tmp_path / "tiny"), model.draft)
 
 
 @pytest.mark.parametrize(

@@ -286,6 +286,21 @@ class Role(Threads):
         return registers
 
 
+def guard_stages(isa: Role, at, stages: int, stage_bytes: int) -> None:
+    """Notes which memory the barriers of empty stages of keys and values give back.
+
+    Args:
+      isa: the role.
+      at: where a thread of a kernel of attention is.
+      stages: of keys, and of values.
+      stage_bytes: of each.
+    """
+    for which in range(2):
+        for stage in range(stages):
+            place = int(at.tile(which, stage)[0])
+            isa.guarded[int(at.empty(which, stage)[0])] = range(place, place + stage_bytes)
+
+
 def run_roles(barriers: Barriers, roles: Sequence[Callable[[], None]]) -> None:
     """Runs roles side by side; the first one that fails ends the others."""
 

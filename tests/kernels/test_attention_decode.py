@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels.attention import attention_reference
 from pallas_kernels.cached_rows import Q8_0, Q8Rows, empty, like, values
 from tests.kernels.cluster_model import Buffer, Grid
-from tests.kernels.role_model import Barriers, Role, run_roles
+from tests.kernels.role_model import Barriers, Role, guard_stages, run_roles
 
 pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
 
@@ -90,10 +90,7 @@ def run_block(plan: Plan, index: int, refs) -> None:
         at = Block(isa, plan, (*refs, *map(int, places[:3])))
         if prepares:
             prepare_barriers(isa, at)
-        for which in range(2):
-            for stage in range(STAGES):
-                place = int(at.tile(which, stage)[0])
-                isa.guarded[int(at.empty(which, stage)[0])] = range(place, place + STAGE_BYTES)
+        guard_stages(isa, at, STAGES, STAGE_BYTES)
         if at.rounds[0] > 0:
             with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
                 work(at)

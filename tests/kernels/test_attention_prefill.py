@@ -12,7 +12,7 @@ import pytest
 from openjet_jax import attention_layers, state
 from pallas_kernels.attention import attention_reference
 from pallas_kernels.cached_rows import Q8_0, Q8Rows, values
-from tests.kernels.role_model import Barriers, Role, run_roles
+from tests.kernels.role_model import Barriers, Role, guard_stages, run_roles
 from tests.kernels.test_attention_decode import spoiled
 
 pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
@@ -69,10 +69,7 @@ def model(q, k, v, layer, start, end, gate, first=0):
             at = Places(isa, plan, refs)
             if prepares:
                 prepare_barriers(isa, at)
-            for which in range(2):
-                for stage in range(STAGES):
-                    place = int(at.tile(which, stage)[0])
-                    isa.guarded[int(at.empty(which, stage)[0])] = range(place, place + TILE_BYTES)
+            guard_stages(isa, at, STAGES, TILE_BYTES)
             with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
                 work(at)
 
